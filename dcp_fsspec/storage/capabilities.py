@@ -1,0 +1,108 @@
+"""What each kind of filesystem can be trusted with, in one table.
+
+fsspec gives every store the same methods, not the same promises. How to publish, commit and read follows from
+the row of the table; nothing else in the package asks which filesystem it talks to.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.cached import CachingFileSystem
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """One row of the table.
+
+    Attributes:
+        local: A folder of this machine, written through the operating system.
+        atomic_put: ``pipe_file`` makes the whole object appear at once or not at all.
+        create_only: ``pipe_file(mode="create")`` refuses an existing object in the same request. A store may
+            still ignore it in silence, so a look comes before it in any case.
+        ranges: ``cat_file(start, end)`` transfers no more than it was asked for.
+        threads: The plain synchronous calls may be made from many threads.
+        folders: Folders have to be made before files can be put in them. Never true of a store with buckets:
+            making a "folder" there could create a bucket.
+        shard_bytes: Size at which shard files do best.
+        max_concurrency: Requests in flight that do best.
+        write_copies: How many copies of its data a write holds while it is sent.
+        read_options: Passed to each ``cat_file`` of a whole object.
+        takes_crc32c: ``pipe_file`` takes the content's CRC32C, which the store then compares with what arrived.
+    """
+
+    local: bool = False
+    atomic_put: bool = False
+    create_only: bool = False
+    ranges: bool = True
+    threads: bool = True
+    folders: bool = True
+    shard_bytes: int = 8 << 20
+    max_concurrency: int = 32
+    write_copies: int = 2
+    read_options: Mapping[str, Any] = field(default_factory=dict)
+    takes_crc32c: bool = False
+
+
+_OBJECT_STORE = Capabilities(atomic_put=True, create_only=True, folders=False)
+
+_BY_PACKAGE: Mapping[str, Capabilities] = {
+    # s3fs asks for the size first unless told that one request will do.
+    "s3fs": replace(
+        _OBJECT_STORE,
+        read_options={"max_concurrency": 1},
+        takes_crc32c=True,
+        # Before Python 3.12 asyncio copies what the socket does not take at once.
+        write_copies=1 if sys.version_info >= (3, 12) else 2,
+    ),
+    "gcsfs": _OBJECT_STORE,
+    "adlfs": _OBJECT_STORE,
+    # obstore's fsspec layer takes mode="create" and overwrites.
+    "obstore": replace(_OBJECT_STORE, create_only=False, write_copies=1),
+    "webdav4": Capabilities(max_concurrency=8),
+    # sshfs takes start and end and returns the whole file.
+    "sshfs": Capabilities(ranges=False, threads=False, max_concurrency=1),
+}
+
+_LOCAL = Capabilities(
+    local=True, atomic_put=True, create_only=True, shard_bytes=256 << 20, max_concurrency=4, write_copies=0
+)
+_MEMORY = replace(_OBJECT_STORE, max_concurrency=4)
+_UNKNOWN_ASYNC = Capabilities()
+_UNKNOWN_SYNC = Capabilities(threads=False, max_concurrency=1)
+
+
+def capabilities_of(fs: AbstractFileSystem) -> Capabilities:
+    """Look `fs` up; what is not in the table gets the most careful row that fits."""
+    if type(fs) is LocalFileSystem:
+        return _LOCAL
+    if isinstance(fs, LocalFileSystem):
+        # A subclass may have changed anything: keep to its own methods.
+        return Capabilities(max_concurrency=4)
+    if isinstance(fs, MemoryFileSystem):
+        return _MEMORY
+    if isinstance(fs, DirFileSystem):
+        inner = capabilities_of(fs.fs)
+        return Capabilities(max_concurrency=4) if inner.local else inner
+    known = _BY_PACKAGE.get(type(fs).__module__.partition(".")[0])
+    if known:
+        return known
+    return _UNKNOWN_ASYNC if isinstance(fs, AsyncFileSystem) else _UNKNOWN_SYNC
+
+
+def without_cache(fs: AbstractFileSystem, path: str) -> tuple[AbstractFileSystem, str]:
+    """Look through ``simplecache::`` and its kin to the store behind them.
+
+    A cache answers with what it saw last, which after an overwrite is a mix of two checkpoints; and the ranges
+    read here are each needed once.
+    """
+    while isinstance(fs, CachingFileSystem):
+        fs = fs.fs
+        path = fs._strip_protocol(path)
+    return fs, path

@@ -1,0 +1,426 @@
+"""The one module that calls fsspec: open a folder anywhere, publish whole objects in it, read ranges, remove.
+
+A `Store` is one checkpoint folder. Errors of any backend leave this module as errors of this package,
+translated by type or errno (never by text), with the cause kept and secrets hidden.
+"""
+
+import base64
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec import AbstractFileSystem
+from fsspec.config import conf as fsspec_config
+
+from dcp_fsspec.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    DcpFsspecError,
+    StorageReadError,
+    StorageWriteError,
+)
+from dcp_fsspec.storage import local
+from dcp_fsspec.storage.capabilities import Capabilities, capabilities_of, without_cache
+from dcp_fsspec.storage.checksums import crc_of
+from dcp_fsspec.storage.location import normalize_root, normalize_url, redact, secrets_of
+
+logger = logging.getLogger(__name__)
+
+Buffer = bytes | bytearray | memoryview
+T = TypeVar("T")
+
+_TEMPORARY_SUFFIX = ".tmp-"
+_S3_CONNECTIONS = 64
+_NO_SUCH_OBJECT = (FileNotFoundError, NotADirectoryError)
+
+
+class Store:
+    """One checkpoint folder on any filesystem. Safe to use from many threads, to pickle and to fork.
+
+    Args:
+        url: Url or path of the folder.
+        storage_options: As in fsspec; merged into what fsspec's own configuration says.
+        filesystem: An fsspec filesystem to use instead of one made from `url`.
+
+    Raises:
+        ConfigurationError: the url, its protocol or an option cannot work.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+        filesystem: AbstractFileSystem | None = None,
+    ) -> None:
+        if filesystem is not None and storage_options:
+            raise ConfigurationError("pass storage_options or a filesystem, not both: the filesystem has its own")
+        self._location = normalize_url(url)
+        self._storage_options = dict(storage_options or {})
+        self._given = filesystem
+        self._secrets = secrets_of(self._storage_options)
+        self._lock = threading.Lock()
+        self._requests = 0
+        self._connect()
+
+    def at(self, url: str | os.PathLike[str]) -> "Store":
+        """Return the store for another folder, reached by the same options or filesystem."""
+        return Store(url, self._storage_options, self._given)
+
+    def _connect(self) -> None:
+        self._pid = os.getpid()
+        self._fs, path = self._resolve()
+        self.root = normalize_root(path)
+        self.capabilities: Capabilities = capabilities_of(self._fs)
+        if not self.root and not self.capabilities.local:
+            raise ConfigurationError(f"{self.url}: a bucket or a folder is missing in the url")
+
+    def _resolve(self) -> tuple[AbstractFileSystem, str]:
+        if self._given is not None:
+            return without_cache(self._given, _path_on(self._given, self._location))
+        try:
+            options = _with_defaults(self._location, self._storage_options)
+            fs, path = fsspec.core.url_to_fs(self._location, **options)
+            return without_cache(fs, fs._strip_protocol(path))
+        except (ValueError, ImportError, TypeError) as error:
+            known = ", ".join(sorted(fsspec.available_protocols()))
+            raise ConfigurationError(
+                f"{self.url}: no filesystem for this url and these storage_options: {self._quote(error)}. "
+                f"fsspec knows the protocols {known}."
+            ) from self._safe(error)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "url": self._location,
+            "storage_options": self._storage_options,
+            "filesystem": self._given,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """The folder as it was given, without secrets."""
+        return redact(self._location, self._secrets).rstrip("/") or "/"
+
+    @property
+    def num_requests(self) -> int:
+        """Calls made to the filesystem so far, by this object in this process."""
+        return self._requests
+
+    @property
+    def fs(self) -> AbstractFileSystem:
+        """The filesystem, made anew in a forked child: event loops and sockets do not survive a fork."""
+        if self._pid != os.getpid():
+            with self._lock:
+                if self._pid != os.getpid():
+                    if self._given is not None:
+                        given = self._given
+                        self._given = type(given)(
+                            *given.storage_args, **given.storage_options, skip_instance_cache=True
+                        )
+                    self._connect()
+        return self._fs
+
+    def path(self, name: str) -> str:
+        """Return the filesystem's path of the file `name` in this folder."""
+        return f"{self.root.rstrip('/')}/{name}" if self.root else name
+
+    def url_of(self, name: str) -> str:
+        """Return the url of the file `name`, for messages."""
+        return f"{self.url.rstrip('/')}/{name}"
+
+    # Reading -----------------------------------------------------------------------------------------
+
+    def read(self, name: str) -> bytes:
+        """Return the whole file `name`, never from a cache.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file, folder or bucket.
+            StorageReadError: anything else.
+        """
+        if self.capabilities.local:
+            return self._reading(name, lambda: local.read(self.path(name)))
+        return self._reading(name, lambda: self._cat(name, **self.capabilities.read_options))
+
+    def read_range(self, name: str, start: int, stop: int) -> Buffer:
+        """Return the bytes [start, stop) of the file `name`, `stop` exclusive, exactly that many.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file.
+            StorageReadError: anything else, a file that ends before `stop` included.
+        """
+        if start == stop:
+            return b""
+        if self.capabilities.local:
+            data: Buffer = self._reading(name, lambda: local.read_range(self.path(name), start, stop))
+        else:
+            data = self._reading(name, lambda: self._cat(name, start=start, end=stop))
+        if len(data) > stop - start:
+            # The filesystem ignored the range and returned the whole file.
+            data = memoryview(data)[start:stop]
+        if len(data) != stop - start:
+            raise StorageReadError(
+                f"{self.url_of(name)}: wanted bytes {start} to {stop}, got {len(data)}: the file is cut short, "
+                "or the filesystem does not honour ranges"
+            )
+        return data
+
+    def _cat(self, name: str, **options: Any) -> bytes:
+        path = self.path(name)
+        # Some filesystems remember the size or the listing from before another process wrote.
+        self.fs.invalidate_cache(path.rpartition("/")[0])
+        data: bytes = self.fs.cat_file(path, **options)
+        return data
+
+    def list_files(self) -> dict[str, int]:
+        """Return the names (relative to the folder) and sizes in bytes of all files below the folder."""
+        fs = self.fs
+        fs.invalidate_cache()
+        prefix = self.root.rstrip("/") + "/" if self.root else ""
+
+        def find() -> dict[str, int]:
+            try:
+                found = fs.find(self.root, detail=True)
+            except _NO_SUCH_OBJECT:
+                return {}
+            return {
+                path.removeprefix(prefix): int(info["size"])
+                for path, info in found.items()
+                if info["type"] == "file" and path.startswith(prefix) and path != prefix
+            }
+
+        return self._reading("", find)
+
+    # Writing -----------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make the folder where the filesystem has folders. Called by each rank before it writes."""
+        if self.capabilities.folders:
+            self._writing("", lambda: self.fs.makedirs(self.root, exist_ok=True))
+
+    def publish(self, name: str, buffers: Sequence[Buffer], crc: int) -> None:
+        """Make one file of `buffers`, whose CRC32C is `crc`, in one write. Called from any thread.
+
+        Where the filesystem can do no better, a failed write may leave a piece of the file; it has been removed
+        again when the error is raised, and nothing refers to it.
+
+        Raises:
+            StorageWriteError: nothing was published.
+            CheckpointNotFoundError: the bucket does not exist.
+        """
+        try:
+            self._writing(name, lambda: self._put(name, buffers, crc))
+        except BaseException:
+            if not self.capabilities.atomic_put:
+                self.discard(name)
+            raise
+
+    def swap(self, name: str, data: bytes, *, create_only: bool = False) -> None:
+        """Publish the small file `name`, over an older one. Readers see the old or the new one, never a mix.
+
+        Args:
+            name: File name in the folder.
+            data: The whole content. It should hold something unique, so that it can be told from another's.
+            create_only: Refuse to replace an existing file.
+
+        Raises:
+            CheckpointExistsError: `create_only`, and there is one of other content.
+            StorageWriteError: the old file, if there was one, is intact.
+        """
+        try:
+            self._writing(name, lambda: self._swap(name, data, create_only))
+        except (StorageWriteError, CheckpointExistsError):
+            # The answer may have been lost on the way back, and a retry then meets its own success.
+            if self._holds(name, data):
+                logger.info("%s: the write had succeeded although an error was reported", self.url_of(name))
+                return
+            raise
+
+    def _swap(self, name: str, data: bytes, create_only: bool) -> None:
+        if create_only and not (self.capabilities.create_only or self.capabilities.local):
+            if self._exists(name):
+                raise FileExistsError(errno.EEXIST, "exists already", self.path(name))
+            create_only = False
+        if self.capabilities.atomic_put:
+            self._put(name, [data], crc_of([data]), create_only=create_only)
+            return
+        temporary = f"{name}{_TEMPORARY_SUFFIX}{secrets.token_hex(4)}"
+        try:
+            self._put(temporary, [data], crc_of([data]))
+            self._move_over(temporary, name)
+        except BaseException:
+            self.discard(temporary)
+            raise
+
+    def _move_over(self, temporary: str, name: str) -> None:
+        source, target = self.path(temporary), self.path(name)
+        try:
+            self.fs.mv(source, target)
+        except OSError:
+            if not self._exists(name) or not self._exists(temporary):
+                raise
+            # This filesystem does not move onto an existing file; it has no better way than this.
+            self.fs.rm_file(target)
+            self.fs.mv(source, target)
+
+    def _put(self, name: str, buffers: Sequence[Buffer], crc: int, *, create_only: bool = False) -> None:
+        path = self.path(name)
+        if self.capabilities.local:
+            local.publish(path, buffers, create_only=create_only)
+            return
+        data = buffers[0] if len(buffers) == 1 and isinstance(buffers[0], bytes) else b"".join(buffers)
+        options: dict[str, Any] = {"mode": "create"} if create_only else {}
+        if self.capabilities.takes_crc32c and self._checksums_wanted():
+            options["ChecksumCRC32C"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
+        self.fs.pipe_file(path, data, **options)
+
+    def _checksums_wanted(self) -> bool:
+        """Some stores reject checksum headers; this is the setting by which botocore leaves its own ones out."""
+        configured = getattr(self.fs, "config_kwargs", {}).get("request_checksum_calculation")
+        return configured != "when_required"
+
+    def _exists(self, name: str) -> bool:
+        self.fs.invalidate_cache(self.root)
+        return bool(self.fs.exists(self.path(name)))
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        try:
+            return self.read(name) == data
+        except (CheckpointNotFoundError, StorageReadError):
+            return False
+
+    def flush(self) -> None:
+        """Make the names of published files durable. Called once a rank after its last publish."""
+        if self.capabilities.local:
+            self._writing("", lambda: local.sync_folder(self.root))
+
+    def remove(self, name: str) -> None:
+        """Remove the file `name`; one that is gone already is fine.
+
+        Raises:
+            StorageWriteError: it is still there.
+        """
+
+        def remove() -> None:
+            with contextlib.suppress(*_NO_SUCH_OBJECT):
+                # rm_file takes the path literally, where rm would read [, ? and * as a pattern.
+                self.fs.rm_file(self.path(name))
+
+        self._writing(name, remove)
+
+    def discard(self, name: str) -> None:
+        """Remove what a failed operation left, on the way out with its error. A failure is logged."""
+        try:
+            self.remove(name)
+        except DcpFsspecError as error:
+            logger.warning("%s: left behind by a failed save: %s", self.url_of(name), error)
+
+    # Errors ------------------------------------------------------------------------------------------
+
+    def _reading(self, name: str, call: Callable[[], T]) -> T:
+        with self._translated(name, "read", StorageReadError):
+            return call()
+
+    def _writing(self, name: str, call: Callable[[], T]) -> T:
+        with self._translated(name, "write", StorageWriteError):
+            return call()
+
+    @contextlib.contextmanager
+    def _translated(self, name: str, verb: str, fallback: type[StorageReadError | StorageWriteError]) -> Iterator[None]:
+        with self._lock:
+            self._requests += 1
+        where = self.url_of(name) if name else self.url
+        try:
+            yield
+        except DcpFsspecError:
+            raise
+        except FileExistsError as error:
+            if not name:
+                raise StorageWriteError(f"{where} is a file, a folder was wanted") from self._safe(error)
+            raise CheckpointExistsError(f"{where} exists already") from self._safe(error)
+        except _NO_SUCH_OBJECT as error:
+            hint = "" if verb == "read" else "; buckets are not created here, make it first"
+            raise CheckpointNotFoundError(
+                f"cannot {verb} {where}: no such file, folder or bucket{hint} ({self._quote(error)})"
+            ) from self._safe(error)
+        except Exception as error:
+            if verb == "write" and _precondition_failed(error):
+                raise CheckpointExistsError(f"{where} exists already") from self._safe(error)
+            denied = isinstance(error, PermissionError)
+            hint = ". Check the credentials, and the rights to get, put and delete objects there" if denied else ""
+            translated = fallback(f"cannot {verb} {where}: {self._quote(error)}{hint}")
+            translated.errno = errno.EACCES if denied else getattr(error, "errno", None)
+            raise translated from self._safe(error)
+
+    def _quote(self, error: BaseException) -> str:
+        return f"{type(error).__name__}: {redact(str(error), self._secrets)}"
+
+    def _safe(self, error: BaseException) -> BaseException:
+        """Return `error` as a cause to show, or a stand-in when its text, or its own cause's, holds a secret."""
+        link: BaseException | None = error
+        while link is not None:
+            if redact(str(link), self._secrets) != str(link):
+                return RuntimeError(self._quote(error))
+            link = link.__cause__ or link.__context__
+        return error
+
+
+def _path_on(fs: AbstractFileSystem, location: str) -> str:
+    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+    scheme, separator, path = location.partition("://")
+    if not separator or "::" in location or protocols == {"abstract"}:
+        return str(fs._strip_protocol(location))
+    if scheme not in protocols:
+        speaks = ", ".join(sorted(protocols))
+        raise ConfigurationError(f"{redact(location)}: the filesystem that was passed speaks {speaks}, not {scheme}")
+    # Not every filesystem knows its protocol when it is to strip it.
+    return str(fs._strip_protocol(path)) if "file" not in protocols else str(fs._strip_protocol(location))
+
+
+def _with_defaults(location: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Merge `options` into fsspec's configuration, nested dicts too, and add what a fast save needs."""
+    scheme = location.partition("://")[0] if "::" not in location else ""
+    if scheme not in ("s3", "s3a"):
+        return options
+    defaults: dict[str, Any] = {
+        # A listing remembered by one process hides what another one wrote.
+        "use_listings_cache": False,
+        "config_kwargs": {
+            # The default of ten connections would hold back every thread above the tenth.
+            "max_pool_connections": _S3_CONNECTIONS,
+            # Each object goes up with a CRC32C, computed anyway, which is signed and which the store compares;
+            # hashing the body a second time, by SHA-256, would cost more than sending it.
+            "s3": {"payload_signing_enabled": False},
+            # What comes down is compared with our own checksums, and ranges have no others.
+            "response_checksum_validation": "when_required",
+        },
+    }
+    for layer in (fsspec_config.get("s3", {}), fsspec_config.get("s3a", {}), options):
+        defaults = _merge(defaults, layer)
+    return defaults
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        inner = merged.get(name)
+        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        merged[name] = _merge(inner, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _precondition_failed(error: Exception) -> bool:
+    """Tell an S3 answer 412, which s3fs gives as EINVAL when the server does not name the condition."""
+    response = getattr(error.__cause__, "response", None)
+    return isinstance(response, dict) and response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 412

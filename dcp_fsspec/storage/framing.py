@@ -1,0 +1,191 @@
+"""One item as bytes: the zip archive that ``torch.save`` makes of a tensor, without copying the tensor.
+
+A frame is everything before the payload, the payload, and everything after it. For a plain contiguous tensor the
+two outer parts depend on dtype and shape alone, so they are made once by ``torch.save`` itself (with its public
+``skip_data``) and kept; the payload is the tensor's own memory. Reading compares the outer parts with what they
+must be for the expected dtype and shape, and then takes the payload as it lies; whatever looks different is left
+to ``torch.load(weights_only=True)``.
+
+The CRC32 fields of the archive stay as ``skip_data`` leaves them. Torch does not read them.
+"""
+
+import functools
+import io
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, cast
+
+import torch
+from torch.serialization import skip_data
+
+Buffer = bytes | bytearray | memoryview
+
+_LOCAL_HEADER = b"PK\x03\x04"
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Template:
+    """The outer parts of the frame of one dtype and shape.
+
+    Attributes:
+        head: Everything before the payload.
+        tail: Everything after it.
+        payload_bytes: Length of the payload.
+        crc_at: Where in `head` the four bytes of the payload's CRC32 stand.
+    """
+
+    head: bytes
+    tail: bytes
+    payload_bytes: int
+    crc_at: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the whole frame."""
+        return len(self.head) + self.payload_bytes + len(self.tail)
+
+    def fits(self, head: Buffer) -> bool:
+        """Tell whether a stored frame of this dtype and shape begins with `head`, its CRC32 aside."""
+        view = memoryview(head)
+        if len(view) != len(self.head):
+            return False
+        crc = slice(self.crc_at, self.crc_at + 4)
+        return view[: crc.start] == self.head[: crc.start] and view[crc.stop :] == self.head[crc.stop :]
+
+
+class _Recorder(io.RawIOBase):
+    """A stream that keeps small writes and notes where the data was skipped."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._position = 0
+        self.head = b""
+
+    def write(self, data: Buffer) -> int:  # type: ignore[override]
+        self._parts.append(bytes(data))
+        self._position += len(self._parts[-1])
+        return len(self._parts[-1])
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        target = offset if whence == 0 else self._position + offset
+        if target != self._position:
+            self.head, self._parts = b"".join(self._parts), []
+        self._position = target
+        return target
+
+    def tell(self) -> int:
+        return self._position
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    @property
+    def tail(self) -> bytes:
+        return b"".join(self._parts)
+
+
+@functools.lru_cache(maxsize=8192)
+def template(dtype: torch.dtype, shape: tuple[int, ...]) -> Template | None:
+    """Return the template of a contiguous CPU tensor, or None where a frame has no single payload."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        if not tensor.numel():
+            return None
+        recorder = _Recorder()
+        with skip_data():
+            torch.save(tensor, cast(IO[bytes], recorder))
+    header_at = recorder.head.rfind(_LOCAL_HEADER)
+    if header_at < 0:
+        return None
+    made = Template(recorder.head, recorder.tail, tensor.nbytes, header_at + 14)
+    return made if recorder.tell() == made.num_bytes else None
+
+
+def payload_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor as bytes, without a copy. Keep the tensor alive meanwhile."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def frame_tensor(tensor: torch.Tensor) -> tuple[list[Buffer], torch.Tensor]:
+    """Return the buffers of the frame of `tensor`, and the tensor whose memory they point into.
+
+    Accelerator tensors are copied to the host; views are compacted to the elements they show, never the storage
+    behind them.
+    """
+    tensor = tensor.detach()
+    if _is_plain(tensor):
+        tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+        made = template(tensor.dtype, tuple(tensor.shape))
+        if made is not None:
+            return [made.head, payload_of(tensor), made.tail], tensor
+    tensor = tensor.cpu()
+    if _is_plain(tensor):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    return [stream.getbuffer()], tensor
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN_TYPES and tensor.layout == torch.strided and not tensor.is_quantized
+
+
+def unframe_tensor(data: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return the tensor in a whole frame; it may share memory with `data`.
+
+    Args:
+        data: The frame.
+        dtype: Dtype that the metadata names; the frame itself decides.
+        shape: Shape of the stored chunk.
+
+    Raises:
+        Exception: whatever ``torch.load(weights_only=True)`` raises on damaged data.
+    """
+    made = template(dtype, tuple(shape))
+    view = memoryview(data)
+    if made is not None and len(view) == made.num_bytes and made.fits(view[: len(made.head)]):
+        return tensor_from_payload(view[len(made.head) :][: made.payload_bytes], dtype, shape)
+    return load_tensor(io.BytesIO(view))
+
+
+def load_tensor(stream: IO[bytes]) -> torch.Tensor:
+    """Load a tensor of any frame the slow way, running none of its code."""
+    loaded = torch.load(stream, map_location="cpu", weights_only=True)
+    if not isinstance(loaded, torch.Tensor):
+        raise TypeError(f"the item holds a {type(loaded).__name__}, not a tensor")
+    return loaded
+
+
+def tensor_from_payload(payload: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """View a payload as a contiguous tensor, without a copy.
+
+    Items lie in a file at any byte, so the elements may be unaligned. Copying out of such a tensor is fine.
+    """
+    with warnings.catch_warnings():
+        # The memory may be read-only; nobody writes through this tensor.
+        warnings.simplefilter("ignore")
+        flat = torch.frombuffer(payload, dtype=torch.uint8)
+    return flat.view(dtype).view(tuple(shape))
+
+
+def rows_from_payload(
+    payload: Buffer, dtype: torch.dtype, strides: Sequence[int], lengths: Sequence[int]
+) -> torch.Tensor:
+    """View the envelope of a box inside a larger contiguous tensor as that box.
+
+    Args:
+        payload: The bytes from the box's first element to its last one.
+        dtype: Element type.
+        strides: Strides of the larger tensor, in elements.
+        lengths: Shape of the box.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        flat = torch.frombuffer(payload, dtype=torch.uint8)
+    return flat.view(dtype).as_strided(tuple(lengths), tuple(strides))

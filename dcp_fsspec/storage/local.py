@@ -1,0 +1,88 @@
+"""Files of this machine, through the operating system: no copy, no half-written file, durable when it returns."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+
+Buffer = bytes | bytearray | memoryview
+
+_MAX_BUFFERS_A_CALL = 512
+"""Below IOV_MAX (1024 on Linux), the number of buffers that one writev takes."""
+
+
+def publish(path: str, buffers: Sequence[Buffer], *, create_only: bool = False) -> None:
+    """Write `buffers` to a temporary file beside `path`, sync it, and give it its name.
+
+    Raises:
+        FileExistsError: `create_only`, and `path` exists.
+        OSError: the temporary file is gone again, `path` is as it was.
+    """
+    temporary = f"{path}.tmp-{secrets.token_hex(4)}"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            _write_all(descriptor, buffers)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if create_only:
+            os.link(temporary, path)
+            os.unlink(temporary)
+        else:
+            os.replace(temporary, path)
+    except BaseException:
+        _unlink_if_there(temporary)
+        raise
+
+
+def _write_all(descriptor: int, buffers: Sequence[Buffer]) -> None:
+    for batch in _batches([memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]):
+        while batch:
+            written = os.writev(descriptor, batch)
+            while batch and written >= len(batch[0]):
+                written -= len(batch.pop(0))
+            if written:
+                batch[0] = batch[0][written:]
+
+
+def _batches(views: list[memoryview]) -> Iterator[list[memoryview]]:
+    for first in range(0, len(views), _MAX_BUFFERS_A_CALL):
+        yield views[first : first + _MAX_BUFFERS_A_CALL]
+
+
+def _unlink_if_there(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def read(path: str) -> bytes:
+    """Return the whole file."""
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
+
+
+def read_range(path: str, start: int, stop: int) -> memoryview:
+    """Return the bytes [start, stop) of the file, fewer if it ends before `stop`."""
+    buffer = bytearray(stop - start)
+    view = memoryview(buffer)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        filled = 0
+        while filled < len(view):
+            count = os.preadv(descriptor, [view[filled:]], start + filled)
+            if count == 0:
+                break
+            filled += count
+    finally:
+        os.close(descriptor)
+    return view[:filled]
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in the folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

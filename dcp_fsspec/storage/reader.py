@@ -1,0 +1,206 @@
+"""`FsspecStorageReader`: load a DCP checkpoint from any url, reading only the bytes that are needed.
+
+The calls that DCP makes, in order, all on every rank::
+
+    reset                  another checkpoint begins, perhaps at another url
+    read_metadata          .metadata, opened by an allow-list
+    set_up_storage_reader  checksums.json
+    prepare_local_plan     (nothing to change)
+    read_data              merge ranges, fetch, check, decode, copy into the target tensors
+"""
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from fsspec import AbstractFileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from dcp_fsspec.errors import CheckpointNotFoundError, ConfigurationError, DcpFsspecError
+from dcp_fsspec.storage import checksums, metadata
+from dcp_fsspec.storage.filesystem import Store
+from dcp_fsspec.storage.location import checkpoint_id_text
+from dcp_fsspec.storage.reading import ItemReader, Source
+from dcp_fsspec.storage.report import ReadReport
+from dcp_fsspec.storage.torch_internals import ExtensionRegistry, called_by_dcp_load
+from dcp_fsspec.storage.transfer import DEFAULT_BUDGET_BYTES, Transfer
+from dcp_fsspec.storage.writer import check_limits
+
+logger = logging.getLogger(__name__)
+
+Verify = Literal["read", "off", "full"]
+
+
+class FsspecStorageReader(StorageReader):
+    """Read a distributed checkpoint, of whatever writer, from any url that fsspec can read.
+
+    Args:
+        url: Url or path of the checkpoint's folder.
+        storage_options: As in fsspec, for the filesystem of `url`.
+        filesystem: An fsspec filesystem to use instead, for instance one of obstore.
+        max_concurrency: Ranges read at a time by one rank. Default: what suits the store.
+        memory_budget_bytes: Memory for everything on its way, beyond the state itself, on one rank.
+        verify: ``"read"`` compares the checksum of each item that is read whole; ``"full"`` reads every item that
+            is needed in part whole, so that all are compared; ``"off"`` compares none.
+        trust_pickle: Python values are loaded by ``torch.load(weights_only=True)`` rules. ``True`` lets a
+            checkpoint that you trust run any code; a sequence of types allows just these in addition.
+        extension_registry: Torch's registry of stream transforms, for those that it does not know by default.
+
+    Raises:
+        ConfigurationError: an argument that cannot work.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        filesystem: AbstractFileSystem | None = None,
+        max_concurrency: int | None = None,
+        memory_budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        verify: Verify = "read",
+        trust_pickle: bool | Sequence[type] = False,
+        extension_registry: ExtensionRegistry | None = None,
+    ) -> None:
+        super().__init__()
+        check_limits(max_concurrency, memory_budget_bytes)
+        if verify not in get_args(Verify):
+            raise ConfigurationError(f"verify must be one of {get_args(Verify)}, got {verify!r}")
+        self._store = Store(url, storage_options, filesystem)
+        self._max_concurrency = max_concurrency
+        self._memory_budget_bytes = memory_budget_bytes
+        self._verify = verify
+        self._trust_pickle = trust_pickle
+        self._extension_registry = extension_registry or ExtensionRegistry()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._metadata: Metadata | None = None
+        self._checksums: checksums.Section | None = None
+        self._failure: DcpFsspecError | None = None
+        self._requests_before = self._store.num_requests
+        self.last_report = ReadReport()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load, from `checkpoint_id` if given, by the same options or filesystem."""
+        if checkpoint_id:
+            self._store = self._store.at(checkpoint_id)
+        self._begin()
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's url, without secrets."""
+        return checkpoint_id_text(self._store.url)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether this class could read from `checkpoint_id`."""
+        try:
+            Store(checkpoint_id)
+        except ConfigurationError:
+            return False
+        return True
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the checkpoint's metadata; with ``rank=`` the one that this rank wrote without collectives.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            UnsafeCheckpointError, CorruptCheckpointError: it was refused.
+            StorageReadError: the store did not deliver it.
+        """
+        self._begin()
+        deferrable = called_by_dcp_load() and not kwargs
+        try:
+            return self._read_metadata(kwargs.get("rank"))
+        except DcpFsspecError as error:
+            if not deferrable or self._has_metadata_per_rank(error):
+                raise
+            # dcp.load would replace this error by another one. What set_up_storage_reader raises arrives, on all
+            # ranks, so the error waits until then.
+            self._failure = error
+            return Metadata(state_dict_metadata={})
+
+    def _read_metadata(self, rank: int | None) -> Metadata:
+        name = metadata.file_name(rank)
+        try:
+            data = self._store.read(name)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(f"there is no checkpoint at {self._store.url}: {error}") from error.__cause__
+        return metadata.decode(data, self._store.url_of(name))
+
+    def _has_metadata_per_rank(self, error: DcpFsspecError) -> bool:
+        if not isinstance(error, CheckpointNotFoundError):
+            return False
+        try:
+            self._store.read(metadata.file_name(0))
+        except DcpFsspecError:
+            return False
+        return True
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take the metadata and read the checksums that go with it."""
+        if self._failure is not None:
+            raise self._failure
+        self._metadata = metadata
+        if self._verify != "off":
+            self._checksums = self._read_checksums(metadata)
+
+    def _read_checksums(self, dcp_metadata: Metadata) -> checksums.Section | None:
+        save_id = metadata.save_id_of(dcp_metadata)
+        if save_id is None or not save_id.startswith(checksums.SAVE_ID_PREFIX):
+            return None
+        try:
+            data = self._store.read(checksums.FILE_NAME)
+        except CheckpointNotFoundError:
+            logger.warning(
+                "%s has lost its %s: nothing that is loaded from it can be checked",
+                self._store.url,
+                checksums.FILE_NAME,
+            )
+            return None
+        return checksums.decode(data, save_id, self._store.url_of(checksums.FILE_NAME))
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what `plan` asks for into the targets that `planner` gives.
+
+        Raises:
+            CorruptCheckpointError: a shard file is missing or short, or bytes are not those that were written.
+            UnsafeCheckpointError: a Python value would run code.
+            IncompatibleStateError: a target cannot take what is stored.
+            StorageReadError: the store did not deliver.
+        """
+        begin = time.monotonic()
+        if self._metadata is None:
+            raise AssertionError("read_data comes after set_up_storage_reader")
+        capabilities = self._store.capabilities
+        threads = (self._max_concurrency or capabilities.max_concurrency) if capabilities.threads else 1
+        source = Source(
+            store=self._store,
+            metadata=self._metadata,
+            checksums=self._checksums,
+            whole_items=self._verify == "full",
+            trust_pickle=self._trust_pickle,
+            extension_registry=self._extension_registry,
+        )
+        report = ItemReader(source, planner, Transfer(threads, self._memory_budget_bytes)).read(plan.items)
+        report.seconds = time.monotonic() - begin
+        report.num_requests = self._store.num_requests - self._requests_before
+        report.checksums = "off" if self._verify == "off" else "checked" if self._checksums else "absent"
+        self.last_report = report
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future

@@ -1,0 +1,295 @@
+"""From a load plan to filled tensors: choose ranges, fetch them, check and decode each item, copy it.
+
+A tensor item is read whole, or, when only some of its rows are wanted or it is very large, as rows. Rows need to
+know where the payload begins, so the heads of such items are fetched first, all in one round.
+"""
+
+import functools
+import io
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import IO
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from dcp_fsspec.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DcpFsspecError,
+    IncompatibleStateError,
+)
+from dcp_fsspec.storage import framing
+from dcp_fsspec.storage.byte_items import ByteItems
+from dcp_fsspec.storage.checksums import Section, crc_of
+from dcp_fsspec.storage.filesystem import Buffer, Store
+from dcp_fsspec.storage.metadata import chunk_of
+from dcp_fsspec.storage.ranges import FETCH_BYTES, MAX_GAP_BYTES, Fetch, Wanted, envelope, merge
+from dcp_fsspec.storage.report import ReadReport
+from dcp_fsspec.storage.splitting import MAX_PIECE_BYTES, cut
+from dcp_fsspec.storage.torch_internals import ExtensionRegistry, StorageInfo, StreamTransformExtension
+from dcp_fsspec.storage.transfer import Job, Transfer
+
+_WHOLE_ITEM_SHARE = 0.95
+"""An item of which more than this share is wanted is read whole, and so can be checked."""
+
+_MAX_WHOLE_BYTES = 2 * MAX_PIECE_BYTES
+"""A larger item, of another writer, is read in groups of rows."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to read from, and the rules for it.
+
+    Attributes:
+        store: Its folder.
+        metadata: Its metadata.
+        checksums: Its checksums; None if there are none or none are wanted.
+        whole_items: Read every item whole, so that it can be checked.
+        trust_pickle: See `FsspecStorageReader`.
+        extension_registry: Torch's registry of stream transforms.
+    """
+
+    store: Store
+    metadata: Metadata
+    checksums: Section | None
+    whole_items: bool
+    trust_pickle: bool | Sequence[type]
+    extension_registry: ExtensionRegistry
+
+
+@dataclass(frozen=True)
+class _Target:
+    """One item of the plan, with what is known about where it lies."""
+
+    item: ReadItem
+    info: StorageInfo
+    dtype: torch.dtype = torch.uint8
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def template(self) -> framing.Template | None:
+        """Outer parts of the item's frame, if it is one of ours and not transformed."""
+        if getattr(self.info, "transform_descriptors", None):
+            return None
+        made = framing.template(self.dtype, self.sizes)
+        return made if made is not None and made.num_bytes == self.info.length else None
+
+    @property
+    def num_bytes_needed(self) -> int:
+        if self.item.type == LoadItemType.BYTE_IO:
+            return self.info.length
+        return math.prod(self.item.lengths) * self.dtype.itemsize
+
+
+Consumer = Callable[[Buffer], None]
+
+
+class ItemReader:
+    """Reads the items of one plan on one rank."""
+
+    def __init__(self, source: Source, planner: LoadPlanner, transfer: Transfer) -> None:
+        self._source = source
+        self._planner = planner
+        self._transfer = transfer
+        self._byte_items = ByteItems(source.store.url, source.trust_pickle)
+        # Planners are written for one thread; only the copying runs beside it.
+        self._planner_lock = threading.Lock()
+        self._report = ReadReport()
+
+    def read(self, items: Sequence[ReadItem]) -> ReadReport:
+        """Fill the planner's targets; see `FsspecStorageReader.read_data` for what it raises."""
+        targets = [self._locate(item) for item in items]
+        self._report.num_items = len(targets)
+        self._report.num_bytes_needed = sum(target.num_bytes_needed for target in targets)
+        in_part = [target for target in targets if self._wants_rows(target)]
+        by_rows = self._with_known_heads(in_part)
+        wanted: list[Wanted[Consumer]] = []
+        for target in targets:
+            if id(target) in by_rows:
+                wanted.extend(self._rows(target, by_rows[id(target)]))
+            else:
+                start = target.info.offset
+                consumer = functools.partial(self._take_whole, target)
+                wanted.append(Wanted(target.info.relative_path, start, start + target.info.length, consumer))
+        self._fetch(wanted)
+        return self._report
+
+    # Choosing ranges -------------------------------------------------------------------------------------
+
+    def _locate(self, item: ReadItem) -> _Target:
+        metadata = self._source.metadata
+        try:
+            info = metadata.storage_data[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO:
+                return _Target(item, info)
+            tensor, chunk = chunk_of(metadata, item.storage_index)
+        except KeyError as error:
+            raise CorruptCheckpointError(
+                f"{self._source.store.url}: .metadata lists {item.storage_index.fqn} and does not say where it lies"
+            ) from error
+        return _Target(item, info, tensor.properties.dtype, tuple(chunk.sizes))
+
+    def _wants_rows(self, target: _Target) -> bool:
+        made = target.template
+        if target.item.type == LoadItemType.BYTE_IO or self._source.whole_items or made is None:
+            return False
+        if not self._source.store.capabilities.ranges or made.payload_bytes <= MAX_GAP_BYTES:
+            return False
+        box = envelope(target.sizes, target.item.storage_offsets, target.item.lengths, target.dtype.itemsize)
+        if box.stop - box.start < _WHOLE_ITEM_SHARE * made.payload_bytes:
+            return True
+        return target.info.length > _MAX_WHOLE_BYTES
+
+    def _with_known_heads(self, targets: Sequence[_Target]) -> dict[int, int]:
+        """Return where the payload begins, in bytes from the item's start, for each target that allows rows."""
+        known: dict[int, int] = {}
+
+        def take(target: _Target, data: Buffer) -> None:
+            made = target.template
+            if made is not None and made.fits(data):
+                known[id(target)] = len(made.head)
+
+        self._fetch(
+            [
+                Wanted(
+                    target.info.relative_path,
+                    target.info.offset,
+                    target.info.offset + len(made.head),
+                    functools.partial(take, target),
+                )
+                for target in targets
+                if (made := target.template) is not None
+            ]
+        )
+        return known
+
+    def _rows(self, target: _Target, payload_at: int) -> Iterator[Wanted[Consumer]]:
+        """Cut what is wanted of an item into groups of rows of about one fetch each."""
+        item, itemsize = target.item, target.dtype.itemsize
+        self._report.num_unverified += 1
+        for offsets, lengths in cut(item.lengths, itemsize, FETCH_BYTES):
+            in_storage = [a + b for a, b in zip(item.storage_offsets, offsets, strict=True)]
+            in_target = [a + b for a, b in zip(item.dest_offsets, offsets, strict=True)]
+            box = envelope(target.sizes, in_storage, lengths, itemsize)
+            part = replace(
+                item,
+                storage_offsets=torch.Size(in_storage),
+                dest_offsets=torch.Size(in_target),
+                lengths=torch.Size(lengths),
+            )
+            start = target.info.offset + payload_at
+            consumer = functools.partial(self._take_rows, replace(target, item=part), box.strides)
+            yield Wanted(target.info.relative_path, start + box.start, start + box.stop, consumer)
+
+    # Fetching --------------------------------------------------------------------------------------------
+
+    def _fetch(self, wanted: Sequence[Wanted[Consumer]]) -> None:
+        fetch_bytes = FETCH_BYTES if self._source.store.capabilities.ranges else 1 << 62
+        fetches = merge(wanted, fetch_bytes)
+        self._report.num_bytes += sum(fetch.num_bytes for fetch in fetches)
+        self._transfer.run(Job(fetch.num_bytes, functools.partial(self._run, fetch)) for fetch in fetches)
+
+    def _run(self, fetch: Fetch[Consumer]) -> None:
+        try:
+            data = memoryview(self._source.store.read_range(fetch.file, fetch.start, fetch.stop))
+        except CheckpointNotFoundError as error:
+            where = self._source.store.url_of(fetch.file)
+            raise CorruptCheckpointError(f"{where} is missing, .metadata refers to it: {error}") from error
+        for one in fetch.wanted:
+            one.consumer(data[one.start - fetch.start : one.stop - fetch.start])
+
+    # Taking what arrived ---------------------------------------------------------------------------------
+
+    def _take_whole(self, target: _Target, data: Buffer) -> None:
+        self._check(target, data)
+        item = target.item
+        if item.type == LoadItemType.BYTE_IO:
+            content = self._untransformed(target, data)
+            value = self._byte_items.checked(item.storage_index.fqn, content)
+            with self._planner_lock:
+                self._planner.load_bytes(item, value)
+            return
+        with self._decoding(target):
+            if getattr(target.info, "transform_descriptors", None):
+                tensor = framing.load_tensor(io.BytesIO(self._untransformed(target, data)))
+            else:
+                tensor = framing.unframe_tensor(data, target.dtype, target.sizes)
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                if length != tensor.shape[dim]:
+                    tensor = tensor.narrow(dim, offset, length)
+        self._deliver(item, tensor)
+
+    def _take_rows(self, target: _Target, strides: Sequence[int], data: Buffer) -> None:
+        self._deliver(target.item, framing.rows_from_payload(data, target.dtype, strides, target.item.lengths))
+
+    def _check(self, target: _Target, data: Buffer) -> None:
+        info, section = target.info, self._source.checksums
+        if section is None:
+            with self._planner_lock:
+                self._report.num_unverified += 1
+            return
+        record = section.get(info.relative_path)
+        expected = record.items.get((info.offset, info.length)) if record else None
+        if expected is None:
+            raise CorruptCheckpointError(f"{self._where(target)}: checksums.json does not know this item")
+        actual = crc_of([data])
+        if actual != expected:
+            raise CorruptCheckpointError(
+                f"{self._where(target)}: the stored bytes are not those that were written (CRC32C {actual:08x}, "
+                f"wanted {expected:08x}). Use another copy or an older checkpoint."
+            )
+        with self._planner_lock:
+            self._report.num_verified += 1
+
+    def _where(self, target: _Target) -> str:
+        info = target.info
+        return f"{target.item.storage_index.fqn} in {self._source.store.url_of(info.relative_path)} at {info.offset}"
+
+    def _decoding(self, target: _Target) -> "_Decoding":
+        return _Decoding(self._where(target))
+
+    def _untransformed(self, target: _Target, data: Buffer) -> bytes:
+        descriptors = getattr(target.info, "transform_descriptors", None) or ()
+        stream: IO[bytes] = io.BytesIO(data)
+        with self._decoding(target):
+            for extension in self._source.extension_registry.from_descriptor_list(descriptors):
+                if isinstance(extension, StreamTransformExtension):
+                    stream = extension.transform_from(stream)
+            return stream.read(-1)
+
+    def _deliver(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        with self._planner_lock:
+            destination = self._planner.resolve_tensor(item).detach()
+        if destination.size() != tensor.size():
+            raise IncompatibleStateError(
+                f"{item.dest_index.fqn}: stored {tuple(tensor.size())}, wanted {tuple(destination.size())}"
+            )
+        try:
+            destination.copy_(tensor)
+        except RuntimeError as error:
+            raise IncompatibleStateError(
+                f"{item.dest_index.fqn}: cannot be loaded into a tensor of dtype {destination.dtype}, strides "
+                f"{destination.stride()}: {error}"
+            ) from error
+        with self._planner_lock:
+            self._planner.commit_tensor(item, destination)
+
+
+class _Decoding:
+    """Turn whatever a decoder raises on damaged bytes into one error that names the item."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, DcpFsspecError):
+            raise CorruptCheckpointError(
+                f"{self._where} cannot be decoded ({type(error).__name__}: {error}): it is damaged or hostile"
+            ) from error

@@ -1,0 +1,47 @@
+"""What a save or a load did, as plain numbers."""
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class SaveReport:
+    """One rank's part of a save.
+
+    Attributes:
+        num_files: Shard files written.
+        num_items: Items in them.
+        num_bytes: Bytes of the shard files.
+        seconds: Wall time of the writing on this rank, from the plan to the last shard file.
+        num_requests: Calls made to the filesystem by this rank, the commit included.
+    """
+
+    num_files: int = 0
+    num_items: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    num_requests: int = 0
+
+
+@dataclasses.dataclass
+class ReadReport:
+    """One rank's part of a load.
+
+    Attributes:
+        num_items: Items read, whole or in part.
+        num_bytes_needed: Bytes of the items, or parts of items, that the plan asked for.
+        num_bytes: Bytes fetched.
+        seconds: Wall time of the reading on this rank.
+        num_requests: Calls made to the filesystem by this rank, ``.metadata`` included.
+        num_verified: Items whose checksum was compared.
+        num_unverified: Items loaded unchecked: read only in part, written without checksums, or by choice.
+        checksums: ``"checked"``, ``"off"`` or ``"absent"``, for the checkpoint as a whole.
+    """
+
+    num_items: int = 0
+    num_bytes_needed: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    num_requests: int = 0
+    num_verified: int = 0
+    num_unverified: int = 0
+    checksums: str = "absent"

@@ -1,0 +1,90 @@
+"""The one way by which bytes go up or down: a pool of threads under a byte budget.
+
+A `Job` says beforehand what it costs. The calling thread hands jobs out in order as the budget allows, so that
+memory is bounded however many there are. The first failure, or an interrupt, stops the handing out; what runs is
+waited for, and no thread outlives the call.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+DEFAULT_BUDGET_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Job(Generic[T]):
+    """Work for one thread.
+
+    Attributes:
+        cost_bytes: Memory that it holds at most while it runs.
+        run: The work. It may raise anything.
+    """
+
+    cost_bytes: int
+    run: Callable[[], T]
+
+
+class Transfer:
+    """Runs jobs in threads within a byte budget.
+
+    Args:
+        max_concurrency: Threads.
+        budget_bytes: Memory that all running jobs hold together. A job that costs more than all of it runs alone.
+    """
+
+    def __init__(self, max_concurrency: int, budget_bytes: int) -> None:
+        self._max_concurrency = max_concurrency
+        self._budget_bytes = budget_bytes
+
+    def run(self, jobs: Iterable[Job[T]]) -> list[T]:
+        """Run all jobs and return their results in order.
+
+        Raises:
+            BaseException: what the first failing job raised, or the interrupt of the calling thread; further
+                failures are attached as notes. All jobs that had begun have ended.
+        """
+        futures: list[Future[T]] = []
+        with self._pool() as pool:
+            running: dict[Future[T], int] = {}
+            for job in jobs:
+                self._make_room(running, job.cost_bytes)
+                future = pool.submit(job.run)
+                futures.append(future)
+                running[future] = job.cost_bytes
+            self._make_room(running, None)
+        return [future.result() for future in futures]
+
+    @contextmanager
+    def _pool(self) -> Iterator[ThreadPoolExecutor]:
+        pool = ThreadPoolExecutor(self._max_concurrency, thread_name_prefix="dcp_fsspec")
+        try:
+            yield pool
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _make_room(self, running: dict[Future[T], int], cost_bytes: int | None) -> None:
+        """Wait until `cost_bytes` more fit beside `running`, or until all is done when it is None."""
+        while running:
+            in_use = sum(running.values())
+            fits = cost_bytes is not None and in_use + cost_bytes <= self._budget_bytes
+            if fits and len(running) < self._max_concurrency:
+                return
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                del running[future]
+            self._raise_first(done, running)
+
+    def _raise_first(self, done: set[Future[T]], running: dict[Future[T], int]) -> None:
+        failed = [error for future in done if (error := future.exception()) is not None]
+        if not failed:
+            return
+        wait(running)
+        failed += [error for future in running if (error := future.exception()) is not None]
+        for other in failed[1:]:
+            failed[0].add_note(f"another transfer failed as well: {type(other).__name__}: {other}")
+        raise failed[0]

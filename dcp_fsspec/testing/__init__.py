@@ -1,0 +1,1 @@
+"""Helpers for testing this package and storage backends: real servers on loopback ports."""

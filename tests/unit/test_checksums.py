@@ -1,0 +1,71 @@
+"""CRC32C, alone and joined, and the file that keeps it."""
+
+import json
+import re
+
+import pytest
+from crc32c import crc32c
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_fsspec import CorruptCheckpointError
+from dcp_fsspec.storage import checksums
+from dcp_fsspec.storage.checksums import SAVE_ID_PREFIX, FileChecksums
+
+SAVE = SAVE_ID_PREFIX + "one"
+
+
+def test_the_checksum_is_the_castagnoli_one() -> None:
+    # The check value of RFC 3720, appendix B.4: 32 bytes of zeros.
+    assert checksums.crc_of([bytes(32)]) == 0x8A9136AA
+
+
+@given(st.binary(max_size=300), st.binary(max_size=5000))
+def test_joined_checksums(first: bytes, second: bytes) -> None:
+    assert checksums.combine(crc32c(first), crc32c(second), len(second)) == crc32c(first + second)
+    assert checksums.crc_of([first, memoryview(second)]) == crc32c(first + second)
+
+
+def test_a_file_has_the_checksum_of_its_items_in_order() -> None:
+    texts = [b"abc", b"", b"defgh" * 1000]
+    items, offset = [], 0
+    for text in texts:
+        items.append((offset, len(text), crc32c(text)))
+        offset += len(text)
+    record = FileChecksums.of_items(items[::-1])
+    assert (record.num_bytes, record.crc) == (offset, crc32c(b"".join(texts)))
+
+
+def test_round_trip() -> None:
+    section = {"__0_0.distcp": FileChecksums.of_items([(0, 3, crc32c(b"abc"))])}
+    data = checksums.encode({SAVE: section})
+    assert checksums.decode(data, SAVE, "url") == section
+    assert json.loads(data)["algorithm"] == "crc32c"
+
+
+def test_a_foreign_save_has_no_checksums_and_one_of_ours_must() -> None:
+    data = checksums.encode({SAVE: {}})
+    assert checksums.decode(data, "0d9c", "url") is None
+    assert checksums.decode(data, None, "url") is None
+    with pytest.raises(CorruptCheckpointError, match="another job"):
+        checksums.decode(data, SAVE_ID_PREFIX + "other", "s3://b/c/checksums.json")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"format_version":1}',
+        b'{"format_version":1,"saves":[]}',
+        b'{"format_version":1,"saves":{"%s":{"f":3}}}' % SAVE.encode(),
+        b'{"format_version":1,"saves":{"%s":{"f":{"bytes":"x","crc32c":1,"items":[]}}}}' % SAVE.encode(),
+        b'{"format_version":1,"saves":{"%s":{"f":{"bytes":1,"crc32c":1,"items":[[1]]}}}}' % SAVE.encode(),
+        b"[" * 100_000,
+    ],
+)
+def test_damage_is_named(data: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError, match=re.escape("s3://b/checksums.json")):
+        checksums.decode(data, SAVE, "s3://b/checksums.json")
