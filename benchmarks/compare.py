@@ -187,7 +187,8 @@ def _print_report(bench: Bench, before: dict[str, object], skipped: dict[str, st
         f"{settings.latency_seconds * 1e3:g} ms, {settings.rate_bytes_per_second / 1e6:g} MB/s a connection"
     )
     print(f"Link: {limits}. Measured in {seconds:.0f} s.\n")
-    print("Machine: " + ", ".join(f"{name} {value}" for name, value in before.items()))
+    print("Machine: " + ", ".join(f"{name} {value}" for name, value in before.items()), end="")
+    print(f" before, {os.getloadavg()[0]:.1f} after")
     print("Versions: " + ", ".join(f"{name} {version}" for name, version in peers.versions().items()) + "\n")
     for name, reason in skipped.items():
         print(f"Skipped {name}: {reason}")

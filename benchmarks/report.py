@@ -119,7 +119,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(memory_kib / 2**20, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "load_average": os.getloadavg(),
+        "load_average": round(os.getloadavg()[0], 1),
     }
 
 

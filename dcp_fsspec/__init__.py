@@ -14,6 +14,7 @@ from dcp_fsspec.errors import (
     UnsafeCheckpointError,
 )
 from dcp_fsspec.storage.reader import FsspecStorageReader
+from dcp_fsspec.storage.verifying import VerifyReport, verify
 from dcp_fsspec.storage.writer import FsspecStorageWriter
 
 __all__ = [
@@ -30,4 +31,6 @@ __all__ = [
     "StorageWriteError",
     "UncommittedCheckpointError",
     "UnsafeCheckpointError",
+    "VerifyReport",
+    "verify",
 ]

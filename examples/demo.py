@@ -174,6 +174,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("interrupted; all that was started has been stopped")
+        print("interrupted; all that was started has been stopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except subprocess.SubprocessError as error:
         sys.exit(f"FAILED: {error}")

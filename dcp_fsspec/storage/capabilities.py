@@ -90,9 +90,11 @@ def capabilities_of(fs: AbstractFileSystem) -> Capabilities:
     if isinstance(fs, DirFileSystem):
         inner = capabilities_of(fs.fs)
         return Capabilities(max_concurrency=4) if inner.local else inner
-    known = _BY_PACKAGE.get(type(fs).__module__.partition(".")[0])
-    if known:
-        return known
+    # A subclass of a known class, wherever it is defined, is as good as that class.
+    for cls in type(fs).__mro__:
+        known = _BY_PACKAGE.get(cls.__module__.partition(".")[0])
+        if known:
+            return known
     return _UNKNOWN_ASYNC if isinstance(fs, AsyncFileSystem) else _UNKNOWN_SYNC
 
 

@@ -1,12 +1,13 @@
 """CRC32C of items and shard files, and the file that keeps them: ``checksums.json`` beside ``.metadata``.
 
-The file holds one section per save, found by the save id in ``.metadata``. An overwrite carries the section of
-the checkpoint that still stands along until ``.metadata`` is swapped, so a crash between the two writes leaves
-the old checkpoint checkable.
+The file belongs to one save, named by the save id in ``.metadata``. A save that may meet another one in the same
+folder, for instance an overwrite, puts its id into the name of the file, as it does for its shard files; so one
+write of ``.metadata`` swaps shard files and checksums together, and no two saves share a file.
 """
 
 import functools
 import json
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,8 +16,9 @@ from crc32c import crc32c
 from dcp_fsspec.errors import CorruptCheckpointError
 
 FILE_NAME = "checksums.json"
-SAVE_ID_PREFIX = "dcp_fsspec-"
-"""Save ids that begin so always come with checksums; their absence then means damage, not a foreign writer."""
+
+_PREFIX = "dcp_fsspec-"
+_FRESH_PREFIX = "dcp_fsspec-fresh-"
 
 _FORMAT_VERSION = 1
 _POLYNOMIAL = 0x82F63B78
@@ -87,45 +89,63 @@ Section = Mapping[str, FileChecksums]
 """Checksums of one save: shard file name -> record."""
 
 
-def encode(sections: Mapping[str, Section]) -> bytes:
-    """Return the content of the file for saves by their ids."""
-    saves = {
-        save_id: {
-            name: {
-                "bytes": file.num_bytes,
-                "crc32c": file.crc,
-                "items": [[offset, length, crc] for (offset, length), crc in file.items.items()],
-            }
-            for name, file in section.items()
+def new_save_id(*, fresh: bool) -> str:
+    """Return the id of a new save.
+
+    Args:
+        fresh: The save uses file names that no other save has used.
+    """
+    return f"{_FRESH_PREFIX if fresh else _PREFIX}{uuid.uuid4()}"
+
+
+def name_suffix(save_id: str) -> str:
+    """Return what the save `save_id` adds to the names of its files."""
+    return f"_{save_id[-8:]}" if save_id.startswith(_FRESH_PREFIX) else ""
+
+
+def file_name(save_id: str | None) -> str | None:
+    """Return the name of the file with the checksums of the save `save_id`, or None if others wrote it."""
+    if save_id is None or not save_id.startswith(_PREFIX):
+        return None
+    stem, _, extension = FILE_NAME.partition(".")
+    return f"{stem}{name_suffix(save_id)}.{extension}"
+
+
+def encode(section: Section, save_id: str) -> bytes:
+    """Return the content of the file."""
+    files = {
+        name: {
+            "bytes": file.num_bytes,
+            "crc32c": file.crc,
+            "items": [[offset, length, crc] for (offset, length), crc in file.items.items()],
         }
-        for save_id, section in sections.items()
+        for name, file in section.items()
     }
-    document = {"format_version": _FORMAT_VERSION, "algorithm": "crc32c", "saves": saves}
+    document = {"format_version": _FORMAT_VERSION, "algorithm": "crc32c", "save_id": save_id, "files": files}
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def decode(data: bytes, save_id: str | None, where: str) -> Section | None:
-    """Return the checksums of the save `save_id`, or None when the file knows none because others wrote it.
+def decode(data: bytes, save_id: str, where: str) -> Section:
+    """Return the checksums of the save `save_id`.
 
     Raises:
-        CorruptCheckpointError: the file cannot be read, or belongs to other saves only although this one had its
-            checksums written: another job has written into the same folder.
+        CorruptCheckpointError: the file cannot be read, or belongs to another save: another job has written into
+            the same folder.
     """
     try:
         document = json.loads(data)
         if document["format_version"] != _FORMAT_VERSION:
-            return None
-        section = document["saves"].get(save_id)
-        if section is not None:
-            return {name: _file_record(record) for name, record in section.items()}
+            raise ValueError(f"format version {document['format_version']!r}, this package knows {_FORMAT_VERSION}")
+        owner = document["save_id"]
+        section = {name: _file_record(record) for name, record in document["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{where} is not readable as checksums: {error!r}") from error
-    if save_id is not None and save_id.startswith(SAVE_ID_PREFIX):
+    if owner != save_id:
         raise CorruptCheckpointError(
-            f"{where} has no checksums of the save {save_id} that .metadata names: another job wrote into this "
-            "folder at the same time, or a file was copied from elsewhere"
+            f"{where} belongs to the save {owner}, .metadata to the save {save_id}: another job wrote into this folder at "
+            "the same time, or a file was copied from elsewhere"
         )
-    return None
+    return section
 
 
 def _file_record(record: dict[str, object]) -> FileChecksums:
@@ -133,3 +153,28 @@ def _file_record(record: dict[str, object]) -> FileChecksums:
     if not isinstance(num_bytes, int) or not isinstance(crc, int) or not isinstance(items, list):
         raise TypeError("a shard file's record has values of the wrong type")
     return FileChecksums(num_bytes, crc, {(int(offset), int(length)): int(item) for offset, length, item in items})
+
+
+def check_item(section: Section, name: str, offset: int, data: Buffer, what: str) -> None:
+    """Compare an item as it was read with what was written.
+
+    Args:
+        section: Checksums of its save.
+        name: Its shard file.
+        offset: Where it lies in the file.
+        data: The whole item.
+        what: The item and its url, for messages.
+
+    Raises:
+        CorruptCheckpointError: it differs, or is not known.
+    """
+    record = section.get(name)
+    expected = record.items.get((offset, memoryview(data).nbytes)) if record else None
+    if expected is None:
+        raise CorruptCheckpointError(f"{what} at byte {offset}: {FILE_NAME} does not know this item")
+    actual = crc_of([data])
+    if actual != expected:
+        raise CorruptCheckpointError(
+            f"{what} at byte {offset}: the stored bytes are not those that were written (CRC32C {actual:08x}, wanted "
+            f"{expected:08x}). Use another copy or an older checkpoint."
+        )

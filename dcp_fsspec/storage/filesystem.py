@@ -16,20 +16,22 @@ from typing import Any, TypeVar
 
 import fsspec
 from fsspec import AbstractFileSystem
-from fsspec.config import conf as fsspec_config
 
 from dcp_fsspec.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigurationError,
+    CorruptCheckpointError,
     DcpFsspecError,
     StorageReadError,
     StorageWriteError,
 )
 from dcp_fsspec.storage import local
-from dcp_fsspec.storage.capabilities import Capabilities, capabilities_of, without_cache
+from dcp_fsspec.storage.capabilities import Capabilities, capabilities_of
 from dcp_fsspec.storage.checksums import crc_of
 from dcp_fsspec.storage.location import normalize_root, normalize_url, redact, secrets_of
+from dcp_fsspec.storage.opening import open_filesystem
+from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS, Retries, expired
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,6 @@ Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 
 _TEMPORARY_SUFFIX = ".tmp-"
-_S3_CONNECTIONS = 64
 _NO_SUCH_OBJECT = (FileNotFoundError, NotADirectoryError)
 
 
@@ -48,6 +49,7 @@ class Store:
         url: Url or path of the folder.
         storage_options: As in fsspec; merged into what fsspec's own configuration says.
         filesystem: An fsspec filesystem to use instead of one made from `url`.
+        retry_seconds: How long nothing may succeed before a fault that usually passes is final; see `retry`.
 
     Raises:
         ConfigurationError: the url, its protocol or an option cannot work.
@@ -58,6 +60,7 @@ class Store:
         url: str | os.PathLike[str],
         storage_options: Mapping[str, Any] | None = None,
         filesystem: AbstractFileSystem | None = None,
+        retry_seconds: float = DEFAULT_PATIENCE_SECONDS,
     ) -> None:
         if filesystem is not None and storage_options:
             raise ConfigurationError("pass storage_options or a filesystem, not both: the filesystem has its own")
@@ -67,27 +70,26 @@ class Store:
         self._secrets = secrets_of(self._storage_options)
         self._lock = threading.Lock()
         self._requests = 0
+        self._retries = Retries(retry_seconds)
         self._connect()
 
     def at(self, url: str | os.PathLike[str]) -> "Store":
         """Return the store for another folder, reached by the same options or filesystem."""
-        return Store(url, self._storage_options, self._given)
+        return Store(url, self._storage_options, self._given, self._retries.patience_seconds)
 
-    def _connect(self) -> None:
+    def _connect(self, **extra: Any) -> None:
+        self._fs, path = self._resolve(extra)
         self._pid = os.getpid()
-        self._fs, path = self._resolve()
         self.root = normalize_root(path)
         self.capabilities: Capabilities = capabilities_of(self._fs)
         if not self.root and not self.capabilities.local:
             raise ConfigurationError(f"{self.url}: a bucket or a folder is missing in the url")
 
-    def _resolve(self) -> tuple[AbstractFileSystem, str]:
-        if self._given is not None:
-            return without_cache(self._given, _path_on(self._given, self._location))
+    def _resolve(self, extra: dict[str, Any]) -> tuple[AbstractFileSystem, str]:
         try:
-            options = _with_defaults(self._location, self._storage_options)
-            fs, path = fsspec.core.url_to_fs(self._location, **options)
-            return without_cache(fs, fs._strip_protocol(path))
+            return open_filesystem(self._location, self._storage_options, self._given, **extra)
+        except ConfigurationError:
+            raise
         except (ValueError, ImportError, TypeError) as error:
             known = ", ".join(sorted(fsspec.available_protocols()))
             raise ConfigurationError(
@@ -100,6 +102,7 @@ class Store:
             "url": self._location,
             "storage_options": self._storage_options,
             "filesystem": self._given,
+            "retry_seconds": self._retries.patience_seconds,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -119,18 +122,29 @@ class Store:
         return self._requests
 
     @property
+    def num_retries(self) -> int:
+        """Calls of these that were made again because of a passing fault, beyond what the filesystem retries."""
+        return self._retries.num_retries
+
+    def stoppable(self) -> contextlib.AbstractContextManager[threading.Event]:
+        """Give an event that ends all waiting for another try; see `Transfer`."""
+        return self._retries.stoppable()
+
+    @property
     def fs(self) -> AbstractFileSystem:
         """The filesystem, made anew in a forked child: event loops and sockets do not survive a fork."""
         if self._pid != os.getpid():
             with self._lock:
                 if self._pid != os.getpid():
-                    if self._given is not None:
-                        given = self._given
-                        self._given = type(given)(
-                            *given.storage_args, **given.storage_options, skip_instance_cache=True
-                        )
-                    self._connect()
+                    self._reconnect()
         return self._fs
+
+    def _reconnect(self) -> None:
+        """Make the filesystem anew, and with it its session and its credentials."""
+        if self._given is not None:
+            given = self._given
+            self._given = type(given)(*given.storage_args, **given.storage_options, skip_instance_cache=True)
+        self._connect(skip_instance_cache=True)
 
     def path(self, name: str) -> str:
         """Return the filesystem's path of the file `name` in this folder."""
@@ -158,23 +172,39 @@ class Store:
 
         Raises:
             CheckpointNotFoundError: there is no such file.
-            StorageReadError: anything else, a file that ends before `stop` included.
+            CorruptCheckpointError: it ends before `stop`.
+            StorageReadError: anything else.
         """
         if start == stop:
             return b""
-        if self.capabilities.local:
-            data: Buffer = self._reading(name, lambda: local.read_range(self.path(name), start, stop))
-        else:
-            data = self._reading(name, lambda: self._cat(name, start=start, end=stop))
+        return self._reading(name, lambda: self._exactly(name, start, stop))
+
+    def _exactly(self, name: str, start: int, stop: int) -> Buffer:
+        try:
+            if self.capabilities.local:
+                data: Buffer = local.read_range(self.path(name), start, stop)
+            else:
+                data = self._cat(name, start=start, end=stop)
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # s3fs: 416 InvalidRange
+                self._check_size(name, stop)
+            raise
         if len(data) > stop - start:
             # The filesystem ignored the range and returned the whole file.
             data = memoryview(data)[start:stop]
-        if len(data) != stop - start:
-            raise StorageReadError(
-                f"{self.url_of(name)}: wanted bytes {start} to {stop}, got {len(data)}: the file is cut short, "
-                "or the filesystem does not honour ranges"
-            )
+        if len(data) < stop - start:
+            self._check_size(name, stop)
+            raise EOFError(f"wanted {stop - start} bytes from byte {start}, got {len(data)}")
         return data
+
+    def _check_size(self, name: str, stop: int) -> None:
+        self.fs.invalidate_cache(self.root)
+        size = self.fs.info(self.path(name))["size"]
+        if size < stop:
+            raise CorruptCheckpointError(
+                f"{self.url_of(name)} is cut short: it has {size} bytes, .metadata says at least {stop}. "
+                "Use another copy or an older checkpoint."
+            )
 
     def _cat(self, name: str, **options: Any) -> bytes:
         path = self.path(name)
@@ -258,21 +288,30 @@ class Store:
         temporary = f"{name}{_TEMPORARY_SUFFIX}{secrets.token_hex(4)}"
         try:
             self._put(temporary, [data], crc_of([data]))
-            self._move_over(temporary, name)
+            self._move_over(temporary, name, data)
         except BaseException:
             self.discard(temporary)
             raise
 
-    def _move_over(self, temporary: str, name: str) -> None:
-        source, target = self.path(temporary), self.path(name)
+    def _move_over(self, temporary: str, name: str, data: bytes) -> None:
         try:
-            self.fs.mv(source, target)
+            self.fs.mv(self.path(temporary), self.path(name))
+            return
         except OSError:
-            if not self._exists(name) or not self._exists(temporary):
+            if self._holds(name, data):
+                self.discard(temporary)  # It was copied, and only removing the source failed.
+                return
+            if not self._exists(name):
                 raise
-            # This filesystem does not move onto an existing file; it has no better way than this.
-            self.fs.rm_file(target)
-            self.fs.mv(source, target)
+        # This filesystem does not move onto an existing file. The old one steps aside, and back if need be.
+        aside = f"{name}.old-{secrets.token_hex(4)}"
+        self.fs.mv(self.path(name), self.path(aside))
+        try:
+            self.fs.mv(self.path(temporary), self.path(name))
+        except BaseException:
+            self.fs.mv(self.path(aside), self.path(name))
+            raise
+        self.discard(aside)
 
     def _put(self, name: str, buffers: Sequence[Buffer], crc: int, *, create_only: bool = False) -> None:
         path = self.path(name)
@@ -330,16 +369,34 @@ class Store:
 
     def _reading(self, name: str, call: Callable[[], T]) -> T:
         with self._translated(name, "read", StorageReadError):
-            return call()
+            return self._tried(name, call)
 
     def _writing(self, name: str, call: Callable[[], T]) -> T:
         with self._translated(name, "write", StorageWriteError):
+            return self._tried(name, call)
+
+    def _tried(self, name: str, call: Callable[[], T]) -> T:
+        session = self._fs
+
+        def counted() -> T:
+            with self._lock:
+                self._requests += 1
             return call()
+
+        try:
+            return self._retries.call(self.url_of(name), counted)
+        except PermissionError as error:
+            if not expired(error):
+                raise
+        # Rotated credentials are read again by a new session. One thread makes it for all.
+        with self._lock:
+            if self._fs is session:
+                logger.info("%s: the credentials have expired, reading them again", self.url)
+                self._reconnect()
+        return self._retries.call(self.url_of(name), counted)
 
     @contextlib.contextmanager
     def _translated(self, name: str, verb: str, fallback: type[StorageReadError | StorageWriteError]) -> Iterator[None]:
-        with self._lock:
-            self._requests += 1
         where = self.url_of(name) if name else self.url
         try:
             yield
@@ -374,50 +431,6 @@ class Store:
                 return RuntimeError(self._quote(error))
             link = link.__cause__ or link.__context__
         return error
-
-
-def _path_on(fs: AbstractFileSystem, location: str) -> str:
-    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
-    scheme, separator, path = location.partition("://")
-    if not separator or "::" in location or protocols == {"abstract"}:
-        return str(fs._strip_protocol(location))
-    if scheme not in protocols:
-        speaks = ", ".join(sorted(protocols))
-        raise ConfigurationError(f"{redact(location)}: the filesystem that was passed speaks {speaks}, not {scheme}")
-    # Not every filesystem knows its protocol when it is to strip it.
-    return str(fs._strip_protocol(path)) if "file" not in protocols else str(fs._strip_protocol(location))
-
-
-def _with_defaults(location: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Merge `options` into fsspec's configuration, nested dicts too, and add what a fast save needs."""
-    scheme = location.partition("://")[0] if "::" not in location else ""
-    if scheme not in ("s3", "s3a"):
-        return options
-    defaults: dict[str, Any] = {
-        # A listing remembered by one process hides what another one wrote.
-        "use_listings_cache": False,
-        "config_kwargs": {
-            # The default of ten connections would hold back every thread above the tenth.
-            "max_pool_connections": _S3_CONNECTIONS,
-            # Each object goes up with a CRC32C, computed anyway, which is signed and which the store compares;
-            # hashing the body a second time, by SHA-256, would cost more than sending it.
-            "s3": {"payload_signing_enabled": False},
-            # What comes down is compared with our own checksums, and ranges have no others.
-            "response_checksum_validation": "when_required",
-        },
-    }
-    for layer in (fsspec_config.get("s3", {}), fsspec_config.get("s3a", {}), options):
-        defaults = _merge(defaults, layer)
-    return defaults
-
-
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for name, value in above.items():
-        inner = merged.get(name)
-        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
-        merged[name] = _merge(inner, value) if both else value  # type: ignore[arg-type]
-    return merged
 
 
 def _precondition_failed(error: Exception) -> bool:

@@ -9,8 +9,11 @@ to ``torch.load(weights_only=True)``.
 The CRC32 fields of the archive stay as ``skip_data`` leaves them. Torch does not read them.
 """
 
+import ctypes
 import functools
 import io
+import math
+import pickle
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +22,19 @@ from typing import IO, cast
 import torch
 from torch.serialization import skip_data
 
+from dcp_fsspec.errors import IncompatibleStateError
+
 Buffer = bytes | bytearray | memoryview
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+with warnings.catch_warnings():
+    # Torch warns once a process when it is given read-only memory; nobody writes through what is made of it here.
+    # Said now, since the filters of warnings are global and threads must not touch them.
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -92,14 +104,12 @@ class _Recorder(io.RawIOBase):
 @functools.lru_cache(maxsize=8192)
 def template(dtype: torch.dtype, shape: tuple[int, ...]) -> Template | None:
     """Return the template of a contiguous CPU tensor, or None where a frame has no single payload."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
-        if not tensor.numel():
-            return None
-        recorder = _Recorder()
-        with skip_data():
-            torch.save(tensor, cast(IO[bytes], recorder))
+    if dtype in QUANTIZED or not math.prod(shape):
+        return None
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    recorder = _Recorder()
+    with skip_data():
+        torch.save(tensor, cast(IO[bytes], recorder))
     header_at = recorder.head.rfind(_LOCAL_HEADER)
     if header_at < 0:
         return None
@@ -109,7 +119,7 @@ def template(dtype: torch.dtype, shape: tuple[int, ...]) -> Template | None:
 
 def payload_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as bytes, without a copy. Keep the tensor alive meanwhile."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def frame_tensor(tensor: torch.Tensor) -> tuple[list[Buffer], torch.Tensor]:
@@ -117,23 +127,41 @@ def frame_tensor(tensor: torch.Tensor) -> tuple[list[Buffer], torch.Tensor]:
 
     Accelerator tensors are copied to the host; views are compacted to the elements they show, never the storage
     behind them.
+
+    Raises:
+        IncompatibleStateError: a tensor that could not be loaded again.
     """
+    if tensor.layout != torch.strided:
+        raise IncompatibleStateError(
+            f"a tensor of layout {tensor.layout} cannot be loaded from a checkpoint; save its indices and values"
+        )
     tensor = tensor.detach()
-    if _is_plain(tensor):
-        tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-        made = template(tensor.dtype, tuple(tensor.shape))
-        if made is not None:
-            return [made.head, payload_of(tensor), made.tail], tensor
-    tensor = tensor.cpu()
-    if _is_plain(tensor):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    if not _is_plain(tensor):
+        return [_frame_by_torch(tensor.cpu())], tensor
+    tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    made = template(tensor.dtype, tuple(tensor.shape))
+    if made is not None:
+        return [made.head, payload_of(tensor), made.tail], tensor
+    return [_frame_by_torch(tensor.clone())], tensor
+
+
+def _frame_by_torch(tensor: torch.Tensor) -> bytes:
+    """Frame a tensor that is not plain, and make sure that it can be read again."""
     stream = io.BytesIO()
     torch.save(tensor, stream)
-    return [stream.getbuffer()], tensor
+    content = stream.getvalue()
+    try:
+        load_tensor(io.BytesIO(content))
+    except pickle.UnpicklingError as error:
+        raise IncompatibleStateError(
+            f"a tensor of class {type(tensor).__qualname__} could be saved and not be loaded again: make its class "
+            f"known by torch.serialization.add_safe_globals ({error})"
+        ) from error
+    return content
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in _PLAIN_TYPES and tensor.layout == torch.strided and not tensor.is_quantized
+    return type(tensor) in _PLAIN_TYPES and tensor.dtype not in QUANTIZED
 
 
 def unframe_tensor(data: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -167,10 +195,7 @@ def tensor_from_payload(payload: Buffer, dtype: torch.dtype, shape: Sequence[int
 
     Items lie in a file at any byte, so the elements may be unaligned. Copying out of such a tensor is fine.
     """
-    with warnings.catch_warnings():
-        # The memory may be read-only; nobody writes through this tensor.
-        warnings.simplefilter("ignore")
-        flat = torch.frombuffer(payload, dtype=torch.uint8)
+    flat = torch.frombuffer(payload, dtype=torch.uint8)
     return flat.view(dtype).view(tuple(shape))
 
 
@@ -185,7 +210,5 @@ def rows_from_payload(
         strides: Strides of the larger tensor, in elements.
         lengths: Shape of the box.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        flat = torch.frombuffer(payload, dtype=torch.uint8)
+    flat = torch.frombuffer(payload, dtype=torch.uint8)
     return flat.view(dtype).as_strided(tuple(lengths), tuple(strides))

@@ -64,10 +64,10 @@ def read(path: str) -> bytes:
 
 def read_range(path: str, start: int, stop: int) -> memoryview:
     """Return the bytes [start, stop) of the file, fewer if it ends before `stop`."""
-    buffer = bytearray(stop - start)
-    view = memoryview(buffer)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        # Nothing is allocated for bytes that are not there, whatever a checkpoint claims.
+        view = memoryview(bytearray(max(0, min(stop, os.fstat(descriptor).st_size) - start)))
         filled = 0
         while filled < len(view):
             count = os.preadv(descriptor, [view[filled:]], start + filled)

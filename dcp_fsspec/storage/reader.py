@@ -25,11 +25,12 @@ from dcp_fsspec.errors import CheckpointNotFoundError, ConfigurationError, DcpFs
 from dcp_fsspec.storage import checksums, metadata
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.location import checkpoint_id_text
+from dcp_fsspec.storage.opened import read_checksums, read_metadata
 from dcp_fsspec.storage.reading import ItemReader, Source
 from dcp_fsspec.storage.report import ReadReport
+from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
 from dcp_fsspec.storage.torch_internals import ExtensionRegistry, called_by_dcp_load
-from dcp_fsspec.storage.transfer import DEFAULT_BUDGET_BYTES, Transfer
-from dcp_fsspec.storage.writer import check_limits
+from dcp_fsspec.storage.transfer import DEFAULT_BUDGET_BYTES, Transfer, check_limits
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,10 @@ class FsspecStorageReader(StorageReader):
         filesystem: An fsspec filesystem to use instead, for instance one of obstore.
         max_concurrency: Ranges read at a time by one rank. Default: what suits the store.
         memory_budget_bytes: Memory for everything on its way, beyond the state itself, on one rank.
-        verify: ``"read"`` compares the checksum of each item that is read whole; ``"full"`` reads every item that
-            is needed in part whole, so that all are compared; ``"off"`` compares none.
+        retry_seconds: A fault of the store that usually passes (throttling, resets, timeouts) is final when
+            nothing has succeeded for so long; 0: at once. Filesystems have retries of their own beneath this.
+        verify: ``"read"`` compares the checksum of each item that is read whole; ``"full"`` reads every shard
+            file that is needed at all as a whole and compares all of it; ``"off"`` compares nothing.
         trust_pickle: Python values are loaded by ``torch.load(weights_only=True)`` rules. ``True`` lets a
             checkpoint that you trust run any code; a sequence of types allows just these in addition.
         extension_registry: Torch's registry of stream transforms, for those that it does not know by default.
@@ -63,6 +66,7 @@ class FsspecStorageReader(StorageReader):
         filesystem: AbstractFileSystem | None = None,
         max_concurrency: int | None = None,
         memory_budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        retry_seconds: float = DEFAULT_PATIENCE_SECONDS,
         verify: Verify = "read",
         trust_pickle: bool | Sequence[type] = False,
         extension_registry: ExtensionRegistry | None = None,
@@ -71,7 +75,7 @@ class FsspecStorageReader(StorageReader):
         check_limits(max_concurrency, memory_budget_bytes)
         if verify not in get_args(Verify):
             raise ConfigurationError(f"verify must be one of {get_args(Verify)}, got {verify!r}")
-        self._store = Store(url, storage_options, filesystem)
+        self._store = Store(url, storage_options, filesystem, retry_seconds)
         self._max_concurrency = max_concurrency
         self._memory_budget_bytes = memory_budget_bytes
         self._verify = verify
@@ -84,6 +88,7 @@ class FsspecStorageReader(StorageReader):
         self._checksums: checksums.Section | None = None
         self._failure: DcpFsspecError | None = None
         self._requests_before = self._store.num_requests
+        self._retries_before = self._store.num_retries
         self.last_report = ReadReport()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -117,7 +122,7 @@ class FsspecStorageReader(StorageReader):
         self._begin()
         deferrable = called_by_dcp_load() and not kwargs
         try:
-            return self._read_metadata(kwargs.get("rank"))
+            return read_metadata(self._store, kwargs.get("rank"))
         except DcpFsspecError as error:
             if not deferrable or self._has_metadata_per_rank(error):
                 raise
@@ -125,14 +130,6 @@ class FsspecStorageReader(StorageReader):
             # ranks, so the error waits until then.
             self._failure = error
             return Metadata(state_dict_metadata={})
-
-    def _read_metadata(self, rank: int | None) -> Metadata:
-        name = metadata.file_name(rank)
-        try:
-            data = self._store.read(name)
-        except CheckpointNotFoundError as error:
-            raise CheckpointNotFoundError(f"there is no checkpoint at {self._store.url}: {error}") from error.__cause__
-        return metadata.decode(data, self._store.url_of(name))
 
     def _has_metadata_per_rank(self, error: DcpFsspecError) -> bool:
         if not isinstance(error, CheckpointNotFoundError):
@@ -149,22 +146,7 @@ class FsspecStorageReader(StorageReader):
             raise self._failure
         self._metadata = metadata
         if self._verify != "off":
-            self._checksums = self._read_checksums(metadata)
-
-    def _read_checksums(self, dcp_metadata: Metadata) -> checksums.Section | None:
-        save_id = metadata.save_id_of(dcp_metadata)
-        if save_id is None or not save_id.startswith(checksums.SAVE_ID_PREFIX):
-            return None
-        try:
-            data = self._store.read(checksums.FILE_NAME)
-        except CheckpointNotFoundError:
-            logger.warning(
-                "%s has lost its %s: nothing that is loaded from it can be checked",
-                self._store.url,
-                checksums.FILE_NAME,
-            )
-            return None
-        return checksums.decode(data, save_id, self._store.url_of(checksums.FILE_NAME))
+            self._checksums = read_checksums(self._store, metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan as it is."""
@@ -192,13 +174,16 @@ class FsspecStorageReader(StorageReader):
             store=self._store,
             metadata=self._metadata,
             checksums=self._checksums,
-            whole_items=self._verify == "full",
+            whole_files=self._verify == "full",
             trust_pickle=self._trust_pickle,
             extension_registry=self._extension_registry,
         )
-        report = ItemReader(source, planner, Transfer(threads, self._memory_budget_bytes)).read(plan.items)
+        with self._store.stoppable() as stop:
+            transfer = Transfer(threads, self._memory_budget_bytes, stop)
+            report = ItemReader(source, planner, transfer).read(plan.items)
         report.seconds = time.monotonic() - begin
         report.num_requests = self._store.num_requests - self._requests_before
+        report.num_retries = self._store.num_retries - self._retries_before
         report.checksums = "off" if self._verify == "off" else "checked" if self._checksums else "absent"
         self.last_report = report
         future: Future[None] = Future()

@@ -24,7 +24,7 @@ from dcp_fsspec.errors import (
 )
 from dcp_fsspec.storage import framing
 from dcp_fsspec.storage.byte_items import ByteItems
-from dcp_fsspec.storage.checksums import Section, crc_of
+from dcp_fsspec.storage.checksums import Section, check_item
 from dcp_fsspec.storage.filesystem import Buffer, Store
 from dcp_fsspec.storage.metadata import chunk_of
 from dcp_fsspec.storage.ranges import FETCH_BYTES, MAX_GAP_BYTES, Fetch, Wanted, envelope, merge
@@ -48,7 +48,7 @@ class Source:
         store: Its folder.
         metadata: Its metadata.
         checksums: Its checksums; None if there are none or none are wanted.
-        whole_items: Read every item whole, so that it can be checked.
+        whole_files: Read every shard file that is needed at all as a whole, so that all of it can be checked.
         trust_pickle: See `FsspecStorageReader`.
         extension_registry: Torch's registry of stream transforms.
     """
@@ -56,7 +56,7 @@ class Source:
     store: Store
     metadata: Metadata
     checksums: Section | None
-    whole_items: bool
+    whole_files: bool
     trust_pickle: bool | Sequence[type]
     extension_registry: ExtensionRegistry
 
@@ -74,6 +74,8 @@ class _Target:
     def template(self) -> framing.Template | None:
         """Outer parts of the item's frame, if it is one of ours and not transformed."""
         if getattr(self.info, "transform_descriptors", None):
+            return None
+        if math.prod(self.sizes) * self.dtype.itemsize > self.info.length:
             return None
         made = framing.template(self.dtype, self.sizes)
         return made if made is not None and made.num_bytes == self.info.length else None
@@ -115,6 +117,8 @@ class ItemReader:
                 start = target.info.offset
                 consumer = functools.partial(self._take_whole, target)
                 wanted.append(Wanted(target.info.relative_path, start, start + target.info.length, consumer))
+        if self._source.whole_files:
+            wanted.extend(self._rest_of_files(targets))
         self._fetch(wanted)
         return self._report
 
@@ -135,7 +139,7 @@ class ItemReader:
 
     def _wants_rows(self, target: _Target) -> bool:
         made = target.template
-        if target.item.type == LoadItemType.BYTE_IO or self._source.whole_items or made is None:
+        if target.item.type == LoadItemType.BYTE_IO or self._source.whole_files or made is None:
             return False
         if not self._source.store.capabilities.ranges or made.payload_bytes <= MAX_GAP_BYTES:
             return False
@@ -185,6 +189,21 @@ class ItemReader:
             consumer = functools.partial(self._take_rows, replace(target, item=part), box.strides)
             yield Wanted(target.info.relative_path, start + box.start, start + box.stop, consumer)
 
+    def _rest_of_files(self, targets: Sequence[_Target]) -> Iterator[Wanted[Consumer]]:
+        """Want all other items, too, of the shard files that are read."""
+        planned_by_file: dict[str, set[tuple[int, int]]] = {}
+        for target in targets:
+            info = target.info
+            planned_by_file.setdefault(info.relative_path, set()).add((info.offset, info.length))
+        for name, planned in planned_by_file.items():
+            record = (self._source.checksums or {}).get(name)
+            planned = {
+                (target.info.offset, target.info.length) for target in targets if target.info.relative_path == name
+            }
+            for offset, length in set(record.items if record else ()) - planned:
+                consumer = functools.partial(self._check_bytes, name, offset, f"an item of {length} bytes")
+                yield Wanted(name, offset, offset + length, consumer)
+
     # Fetching --------------------------------------------------------------------------------------------
 
     def _fetch(self, wanted: Sequence[Wanted[Consumer]]) -> None:
@@ -227,23 +246,16 @@ class ItemReader:
         self._deliver(target.item, framing.rows_from_payload(data, target.dtype, strides, target.item.lengths))
 
     def _check(self, target: _Target, data: Buffer) -> None:
-        info, section = target.info, self._source.checksums
-        if section is None:
+        if self._source.checksums is None:
             with self._planner_lock:
                 self._report.num_unverified += 1
             return
-        record = section.get(info.relative_path)
-        expected = record.items.get((info.offset, info.length)) if record else None
-        if expected is None:
-            raise CorruptCheckpointError(f"{self._where(target)}: checksums.json does not know this item")
-        actual = crc_of([data])
-        if actual != expected:
-            raise CorruptCheckpointError(
-                f"{self._where(target)}: the stored bytes are not those that were written (CRC32C {actual:08x}, "
-                f"wanted {expected:08x}). Use another copy or an older checkpoint."
-            )
+        self._check_bytes(target.info.relative_path, target.info.offset, target.item.storage_index.fqn, data)
         with self._planner_lock:
             self._report.num_verified += 1
+
+    def _check_bytes(self, name: str, offset: int, what: str, data: Buffer) -> None:
+        check_item(self._source.checksums or {}, name, offset, data, f"{what} in {self._source.store.url_of(name)}")
 
     def _where(self, target: _Target) -> str:
         info = target.info

@@ -13,6 +13,7 @@ class SaveReport:
         num_bytes: Bytes of the shard files.
         seconds: Wall time of the writing on this rank, from the plan to the last shard file.
         num_requests: Calls made to the filesystem by this rank, the commit included.
+        num_retries: Those of them that repeated a failed one.
     """
 
     num_files: int = 0
@@ -20,6 +21,7 @@ class SaveReport:
     num_bytes: int = 0
     seconds: float = 0.0
     num_requests: int = 0
+    num_retries: int = 0
 
 
 @dataclasses.dataclass
@@ -32,6 +34,7 @@ class ReadReport:
         num_bytes: Bytes fetched.
         seconds: Wall time of the reading on this rank.
         num_requests: Calls made to the filesystem by this rank, ``.metadata`` included.
+        num_retries: Those of them that repeated a failed one.
         num_verified: Items whose checksum was compared.
         num_unverified: Items loaded unchecked: read only in part, written without checksums, or by choice.
         checksums: ``"checked"``, ``"off"`` or ``"absent"``, for the checkpoint as a whole.
@@ -42,6 +45,7 @@ class ReadReport:
     num_bytes: int = 0
     seconds: float = 0.0
     num_requests: int = 0
+    num_retries: int = 0
     num_verified: int = 0
     num_unverified: int = 0
     checksums: str = "absent"

@@ -17,6 +17,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from dcp_fsspec.storage.framing import QUANTIZED
+
 MAX_PIECE_BYTES = 16 << 20
 """Largest piece of a tensor that can be cut: what one thread holds in memory, and reads back, at a time."""
 
@@ -84,7 +86,7 @@ def _split(item: WriteItem, shard_bytes: int, replicated: bool) -> Iterator[Writ
         yield item
         return
     limit = _piece_bytes(item, shard_bytes, replicated)
-    if item_bytes(item) <= limit:
+    if item_bytes(item) <= limit or data.properties.dtype in QUANTIZED:
         yield Piece(item.index, item.type, tensor_data=data)
         return
     for offsets, sizes in cut(data.chunk.sizes, data.properties.dtype.itemsize, limit):

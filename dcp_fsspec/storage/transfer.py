@@ -5,11 +5,14 @@ memory is bounded however many there are. The first failure, or an interrupt, st
 waited for, and no thread outlives the call.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from dcp_fsspec.errors import ConfigurationError
 
 T = TypeVar("T")
 
@@ -35,11 +38,13 @@ class Transfer:
     Args:
         max_concurrency: Threads.
         budget_bytes: Memory that all running jobs hold together. A job that costs more than all of it runs alone.
+        stop: Set at the first failure or interrupt, for jobs that wait for something.
     """
 
-    def __init__(self, max_concurrency: int, budget_bytes: int) -> None:
+    def __init__(self, max_concurrency: int, budget_bytes: int, stop: threading.Event | None = None) -> None:
         self._max_concurrency = max_concurrency
         self._budget_bytes = budget_bytes
+        self._stop = stop or threading.Event()
 
     def run(self, jobs: Iterable[Job[T]]) -> list[T]:
         """Run all jobs and return their results in order.
@@ -64,6 +69,9 @@ class Transfer:
         pool = ThreadPoolExecutor(self._max_concurrency, thread_name_prefix="dcp_fsspec")
         try:
             yield pool
+        except BaseException:
+            self._stop.set()
+            raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -83,8 +91,21 @@ class Transfer:
         failed = [error for future in done if (error := future.exception()) is not None]
         if not failed:
             return
+        self._stop.set()
         wait(running)
         failed += [error for future in running if (error := future.exception()) is not None]
         for other in failed[1:]:
             failed[0].add_note(f"another transfer failed as well: {type(other).__name__}: {other}")
         raise failed[0]
+
+
+def check_limits(max_concurrency: int | None, memory_budget_bytes: int) -> None:
+    """Refuse limits that would stop all transfer.
+
+    Raises:
+        ConfigurationError: a limit below one thread or one MiB.
+    """
+    if max_concurrency is not None and max_concurrency < 1:
+        raise ConfigurationError(f"max_concurrency must be at least 1, got {max_concurrency}")
+    if memory_budget_bytes < 1 << 20:
+        raise ConfigurationError(f"memory_budget_bytes must be at least one MiB, got {memory_budget_bytes}")

@@ -12,20 +12,17 @@ The calls that DCP makes, in order, and where they run::
 
 import dataclasses
 import errno
-import io
 import logging
 import os
 import secrets
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from fsspec import AbstractFileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -40,13 +37,14 @@ from dcp_fsspec.errors import (
     UnsafeCheckpointError,
 )
 from dcp_fsspec.storage import checksums, metadata
-from dcp_fsspec.storage.filesystem import Buffer, Store
-from dcp_fsspec.storage.framing import frame_tensor
+from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.location import checkpoint_id_text
 from dcp_fsspec.storage.report import SaveReport
-from dcp_fsspec.storage.splitting import Piece, item_bytes, pack, split_plan
-from dcp_fsspec.storage.torch_internals import StorageInfo, StreamTransformExtension
-from dcp_fsspec.storage.transfer import DEFAULT_BUDGET_BYTES, Job, Transfer
+from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
+from dcp_fsspec.storage.splitting import item_bytes, pack, split_plan
+from dcp_fsspec.storage.torch_internals import StreamTransformExtension
+from dcp_fsspec.storage.transfer import DEFAULT_BUDGET_BYTES, Job, Transfer, check_limits
+from dcp_fsspec.storage.upload import Upload, Written
 
 logger = logging.getLogger(__name__)
 
@@ -70,22 +68,6 @@ class _Naming:
     suffix: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Written:
-    """One item's place and checksum, sent to the coordinator in ``WriteResult.storage_data``."""
-
-    info: StorageInfo
-    crc: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Standing:
-    """The checkpoint that stands at the url before a save."""
-
-    files: frozenset[str] = frozenset()
-    sections: Mapping[str, checksums.Section] = dataclasses.field(default_factory=dict)
-
-
 class FsspecStorageWriter(StorageWriter):
     """Write a distributed checkpoint to any url that fsspec can write.
 
@@ -101,6 +83,8 @@ class FsspecStorageWriter(StorageWriter):
             8 MiB on object stores, 256 MiB on local disks.
         max_concurrency: Shard files written at a time by one rank. Default: what suits the store.
         memory_budget_bytes: Memory for everything on its way, beyond the state itself, on one rank.
+        retry_seconds: A fault of the store that usually passes (throttling, resets, timeouts) is final when
+            nothing has succeeded for so long; 0: at once. Filesystems have retries of their own beneath this.
         overwrite: Replace a checkpoint that stands at `url`. Otherwise `CheckpointExistsError` is raised on all
             ranks (inside torch's ``CheckpointException``) before anything is written.
         extensions: Torch's stream transforms, applied to each item, for instance its ``ZStandard``.
@@ -118,6 +102,7 @@ class FsspecStorageWriter(StorageWriter):
         shard_bytes: int | None = None,
         max_concurrency: int | None = None,
         memory_budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        retry_seconds: float = DEFAULT_PATIENCE_SECONDS,
         overwrite: bool = True,
         extensions: Sequence[StreamTransformExtension] = (),
     ) -> None:
@@ -127,7 +112,7 @@ class FsspecStorageWriter(StorageWriter):
                 f"shard_bytes must be between {_MIN_SHARD_BYTES} and {_MAX_SHARD_BYTES}, got {shard_bytes}"
             )
         check_limits(max_concurrency, memory_budget_bytes)
-        self._store = Store(url, storage_options, filesystem)
+        self._store = Store(url, storage_options, filesystem, retry_seconds)
         self._shard_bytes = shard_bytes
         self._max_concurrency = max_concurrency
         self._memory_budget_bytes = memory_budget_bytes
@@ -140,10 +125,11 @@ class FsspecStorageWriter(StorageWriter):
 
     def _begin(self) -> None:
         self._under_way = False
-        self._save_id = f"{checksums.SAVE_ID_PREFIX}{uuid.uuid4()}"
+        self._save_id = checksums.new_save_id(fresh=True)
         self._token = secrets.token_hex(4)
-        self._standing: _Standing | None = None
+        self._old_files: frozenset[str] = frozenset()
         self._requests_before = self._store.num_requests
+        self._retries_before = self._store.num_retries
         self.last_report = SaveReport()
 
     # Called on every rank --------------------------------------------------------------------------------
@@ -194,7 +180,10 @@ class FsspecStorageWriter(StorageWriter):
             StorageReadError: that could not be found out.
         """
         if self._is_coordinator or not self._use_collectives:
-            self._standing = self._look()
+            stands = self._look()
+            # Stock names only where no other save can meet this one: nothing stands there, and overwriting is allowed;
+            # where it is not, another writer could still come first, and stays whole thanks to the fresh names.
+            self._save_id = checksums.new_save_id(fresh=stands or not self._overwrite)
         replicated = self._use_collectives and dist.is_available() and dist.is_initialized()
         plan = split_plan(plan, self.shard_bytes, replicated=replicated and dist.get_world_size() > 1)
         return dataclasses.replace(plan, storage_data=_Naming(self._token))
@@ -207,40 +196,31 @@ class FsspecStorageWriter(StorageWriter):
     def _metadata_name(self) -> str:
         return metadata.file_name(None if self._use_collectives else self._rank)
 
-    def _look(self) -> _Standing | None:
+    def _look(self) -> bool:
+        """Tell whether a checkpoint stands at the url, and note the files that it consists of."""
         name = self._metadata_name()
         try:
             data = self._store.read(name)
         except CheckpointNotFoundError:
-            return None
+            return False
         except StorageReadError as error:
             if self._overwrite and error.errno == errno.EACCES:
                 # Some stores say so of a missing object too. Fresh names are right in either case.
                 logger.warning("%s; the save goes on under fresh names", error)
-                return _Standing()
+                return True
             raise
         if not self._overwrite:
             raise CheckpointExistsError(
                 f"a checkpoint stands at {self._store.url} already; save to another url, or pass overwrite=True"
             )
-        return self._describe(data, name)
-
-    def _describe(self, data: bytes, name: str) -> _Standing:
         try:
             old = metadata.decode(data, self._store.url_of(name))
         except (CorruptCheckpointError, UnsafeCheckpointError) as error:
             logger.warning("overwriting a checkpoint that cannot be read, its files will stay: %s", error)
-            return _Standing()
-        save_id = metadata.save_id_of(old)
-        sections: dict[str, checksums.Section] = {}
-        if save_id and save_id.startswith(checksums.SAVE_ID_PREFIX):
-            try:
-                where = self._store.url_of(checksums.FILE_NAME)
-                section = checksums.decode(self._store.read(checksums.FILE_NAME), save_id, where)
-                sections = {save_id: section} if section else {}
-            except (CheckpointNotFoundError, CorruptCheckpointError) as error:
-                logger.warning("the checkpoint to be overwritten has no usable checksums: %s", error)
-        return _Standing(frozenset(metadata.shard_files(old)), sections)
+            return True
+        old_checksums = checksums.file_name(metadata.save_id_of(old))
+        self._old_files = frozenset(metadata.shard_files(old) | ({old_checksums} if old_checksums else set()))
+        return True
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into shard files, all or none.
@@ -258,7 +238,7 @@ class FsspecStorageWriter(StorageWriter):
             items = [plan.items[member] for member in members]
             cost = sum(sizes[member] for member in members) * self._store.capabilities.write_copies
             names.append(name)
-            jobs.append(Job(cost, _Upload(self._store, name, items, planner, self._extensions)))
+            jobs.append(Job(cost, Upload(self._store, name, items, planner, self._extensions)))
         results = self._run(jobs, names)
         if len(results) != len(plan.items):
             raise StorageWriteError(f"{self._store.url}: {len(plan.items)} items were planned, {len(results)} written")
@@ -268,6 +248,7 @@ class FsspecStorageWriter(StorageWriter):
             num_bytes=sum(result.size_in_bytes for result in results),
             seconds=time.monotonic() - begin,
             num_requests=self._store.num_requests - self._requests_before,
+            num_retries=self._store.num_retries - self._retries_before,
         )
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -280,11 +261,11 @@ class FsspecStorageWriter(StorageWriter):
         threads = (self._max_concurrency or capabilities.max_concurrency) if capabilities.threads else 1
         self._store.prepare()
         try:
-            per_file = Transfer(threads, self._memory_budget_bytes).run(jobs)
+            with self._store.stoppable() as stop:
+                per_file = Transfer(threads, self._memory_budget_bytes, stop).run(jobs)
             self._store.flush()
         except BaseException:
-            for name in names:
-                self._store.discard(name)
+            self._discard(names)
             raise
         return [result for results in per_file for result in results]
 
@@ -303,12 +284,8 @@ class FsspecStorageWriter(StorageWriter):
     # Called on the coordinator only ----------------------------------------------------------------------
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name the shard files: stock names for a first save, names never used before for any other.
-
-        Where overwriting is not allowed, another writer could still come first. Fresh names keep it whole then.
-        """
-        stock = self._standing is None and self._overwrite
-        suffix = "" if stock else f"_{self._save_id[-8:]}"
+        """Name the shard files: stock names for a first save, names never used before for any other."""
+        suffix = checksums.name_suffix(self._save_id)
         named = []
         for number, plan in enumerate(plans):
             rank = number if self._use_collectives or self._rank is None else self._rank
@@ -324,25 +301,31 @@ class FsspecStorageWriter(StorageWriter):
             StorageWriteError: nothing was committed.
             CheckpointExistsError: another writer was faster and overwriting is not allowed.
         """
-        written = {result.index: cast(_Written, result.storage_data) for of_rank in results for result in of_rank}
+        written = {result.index: cast(Written, result.storage_data) for of_rank in results for result in of_rank}
         names = {one.info.relative_path for one in written.values()}
+        checksums_name = checksums.file_name(self._save_id) or checksums.FILE_NAME
         try:
             _check_complete(metadata, written, self._store.url)
             self._store.prepare()
-            self._store.swap(checksums.FILE_NAME, checksums.encode(self._sections(written)))
+            self._store.swap(checksums_name, checksums.encode(_section(written.values()), self._save_id))
         except BaseException:
-            for name in names:
-                self._store.discard(name)
+            self._discard(names)
             raise
-        self._commit(metadata, written)
-        self._remove_old(names)
+        try:
+            self._commit(metadata, written)
+        except CheckpointExistsError:
+            # Another save holds the place for certain; nothing will ever refer to these fresh names.
+            self._discard({*names, checksums_name})
+            raise
+        self._remove_old({*names, checksums_name})
         self.last_report.num_requests = self._store.num_requests - self._requests_before
+        self.last_report.num_retries = self._store.num_retries - self._retries_before
 
-    def _sections(self, written: Mapping[Any, _Written]) -> Mapping[str, checksums.Section]:
-        standing = self._standing.sections if self._standing else {}
-        return {**standing, self._save_id: _section(written.values())}
+    def _discard(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._store.discard(name)
 
-    def _commit(self, dcp_metadata: Metadata, written: Mapping[Any, _Written]) -> None:
+    def _commit(self, dcp_metadata: Metadata, written: Mapping[Any, Written]) -> None:
         storage_data = {index: one.info for index, one in written.items()}
         content = metadata.encode(dcp_metadata, storage_data, self._storage_meta())
         # The commit: before this write there is the old checkpoint or none, after it the new one. Should it fail,
@@ -351,94 +334,14 @@ class FsspecStorageWriter(StorageWriter):
         self._store.flush()
 
     def _remove_old(self, current: set[str]) -> None:
-        for name in sorted((self._standing.files if self._standing else frozenset()) - current):
+        for name in sorted(self._old_files - current):
             try:
                 self._store.remove(name)
             except DcpFsspecError as error:
                 logger.warning("the new checkpoint is committed, but a file of the old one stays: %s", error)
 
 
-def check_limits(max_concurrency: int | None, memory_budget_bytes: int) -> None:
-    """Refuse limits that would stop all transfer.
-
-    Raises:
-        ConfigurationError: a limit below one thread or one MiB.
-    """
-    if max_concurrency is not None and max_concurrency < 1:
-        raise ConfigurationError(f"max_concurrency must be at least 1, got {max_concurrency}")
-    if memory_budget_bytes < 1 << 20:
-        raise ConfigurationError(f"memory_budget_bytes must be at least one MiB, got {memory_budget_bytes}")
-
-
-class _Upload:
-    """Frame the items of one shard file and publish it. Runs in a thread."""
-
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        items: Sequence[WriteItem],
-        planner: SavePlanner,
-        extensions: Sequence[StreamTransformExtension],
-    ) -> None:
-        self._store, self._name, self._items = store, name, items
-        self._planner, self._extensions = planner, extensions
-
-    def __call__(self) -> list[WriteResult]:
-        buffers: list[Buffer] = []
-        alive: list[torch.Tensor] = []
-        results = []
-        offset = crc = 0
-        for item in self._items:
-            item_buffers, tensor = self._frame(item)
-            if tensor is not None:
-                alive.append(tensor)
-            length = sum(memoryview(buffer).nbytes for buffer in item_buffers)
-            info = StorageInfo(self._name, offset, length, self._descriptors())
-            written = _Written(info, checksums.crc_of(item_buffers))
-            crc = checksums.combine(crc, written.crc, length)
-            results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=written))
-            buffers.extend(item_buffers)
-            offset += length
-        self._store.publish(self._name, buffers, crc)
-        return results
-
-    def _frame(self, item: WriteItem) -> tuple[list[Buffer], torch.Tensor | None]:
-        parent = item.parent if isinstance(item, Piece) and item.parent is not None else item
-        data = self._planner.resolve_data(parent)
-        if item.type == WriteItemType.BYTE_IO:
-            if not isinstance(data, io.BytesIO):
-                raise TypeError(f"{item.index.fqn}: the planner gave a {type(data).__name__} for bytes")
-            return self._transformed([data.getbuffer()]), None
-        if not isinstance(data, torch.Tensor):
-            raise TypeError(f"{item.index.fqn}: the planner gave a {type(data).__name__} for a tensor")
-        buffers, tensor = frame_tensor(item.narrow(data) if isinstance(item, Piece) else data)
-        return self._transformed(buffers), tensor
-
-    def _transformed(self, buffers: list[Buffer]) -> list[Buffer]:
-        if not self._extensions:
-            return buffers
-        raw = _Uncloseable()
-        stream: Any = raw
-        for extension in self._extensions:
-            stream = extension.transform_to(stream)
-        for buffer in buffers:
-            stream.write(buffer)
-        stream.close()
-        return [raw.getbuffer()]
-
-    def _descriptors(self) -> list[str] | None:
-        return [extension.get_descriptor() for extension in reversed(self._extensions)] or None
-
-
-class _Uncloseable(io.BytesIO):
-    """Transforms close the stream that they write to; its content is wanted afterwards."""
-
-    def close(self) -> None:
-        self.flush()
-
-
-def _check_complete(dcp_metadata: Metadata, written: Mapping[Any, _Written], url: str) -> None:
+def _check_complete(dcp_metadata: Metadata, written: Mapping[Any, Written], url: str) -> None:
     planned = sum(len(getattr(one, "chunks", ("bytes",))) for one in dcp_metadata.state_dict_metadata.values())
     if planned != len(written):
         raise StorageWriteError(
@@ -446,7 +349,7 @@ def _check_complete(dcp_metadata: Metadata, written: Mapping[Any, _Written], url
         )
 
 
-def _section(written: Any) -> checksums.Section:
+def _section(written: Iterable[Written]) -> checksums.Section:
     by_file: dict[str, list[tuple[int, int, int]]] = {}
     for one in written:
         by_file.setdefault(one.info.relative_path, []).append((one.info.offset, one.info.length, one.crc))

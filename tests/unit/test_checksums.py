@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from dcp_fsspec import CorruptCheckpointError
 from dcp_fsspec.storage import checksums
-from dcp_fsspec.storage.checksums import SAVE_ID_PREFIX, FileChecksums
+from dcp_fsspec.storage.checksums import FileChecksums
 
-SAVE = SAVE_ID_PREFIX + "one"
+SAVE = checksums.new_save_id(fresh=False)
 
 
 def test_the_checksum_is_the_castagnoli_one() -> None:
@@ -38,17 +38,27 @@ def test_a_file_has_the_checksum_of_its_items_in_order() -> None:
 
 def test_round_trip() -> None:
     section = {"__0_0.distcp": FileChecksums.of_items([(0, 3, crc32c(b"abc"))])}
-    data = checksums.encode({SAVE: section})
+    data = checksums.encode(section, SAVE)
     assert checksums.decode(data, SAVE, "url") == section
     assert json.loads(data)["algorithm"] == "crc32c"
 
 
-def test_a_foreign_save_has_no_checksums_and_one_of_ours_must() -> None:
-    data = checksums.encode({SAVE: {}})
-    assert checksums.decode(data, "0d9c", "url") is None
-    assert checksums.decode(data, None, "url") is None
+def test_checksums_of_another_save_are_refused() -> None:
+    data = checksums.encode({}, SAVE)
     with pytest.raises(CorruptCheckpointError, match="another job"):
-        checksums.decode(data, SAVE_ID_PREFIX + "other", "s3://b/c/checksums.json")
+        checksums.decode(data, checksums.new_save_id(fresh=False), "s3://b/c/checksums.json")
+
+
+def test_each_save_that_may_meet_another_has_a_file_of_its_own() -> None:
+    one, other = checksums.new_save_id(fresh=True), checksums.new_save_id(fresh=True)
+    assert checksums.file_name(checksums.new_save_id(fresh=False)) == "checksums.json"
+    assert checksums.file_name(one) == f"checksums{checksums.name_suffix(one)}.json"
+    assert checksums.file_name(one) != checksums.file_name(other)
+
+
+def test_saves_of_others_have_none() -> None:
+    assert checksums.file_name(None) is None
+    assert checksums.file_name("0d9c0000-aaaa-bbbb-cccc-0123456789ab") is None
 
 
 @pytest.mark.parametrize(
@@ -59,10 +69,11 @@ def test_a_foreign_save_has_no_checksums_and_one_of_ours_must() -> None:
         b"[]",
         b"\xff\xfe",
         b'{"format_version":1}',
-        b'{"format_version":1,"saves":[]}',
-        b'{"format_version":1,"saves":{"%s":{"f":3}}}' % SAVE.encode(),
-        b'{"format_version":1,"saves":{"%s":{"f":{"bytes":"x","crc32c":1,"items":[]}}}}' % SAVE.encode(),
-        b'{"format_version":1,"saves":{"%s":{"f":{"bytes":1,"crc32c":1,"items":[[1]]}}}}' % SAVE.encode(),
+        b'{"format_version":2,"save_id":"x","files":{}}',
+        b'{"format_version":1,"save_id":"x","files":[]}',
+        b'{"format_version":1,"save_id":"x","files":{"f":3}}',
+        b'{"format_version":1,"save_id":"x","files":{"f":{"bytes":"x","crc32c":1,"items":[]}}}',
+        b'{"format_version":1,"save_id":"x","files":{"f":{"bytes":1,"crc32c":1,"items":[[1]]}}}',
         b"[" * 100_000,
     ],
 )

@@ -1,0 +1,80 @@
+"""From a url and its options to an fsspec filesystem and the path of a folder on it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import fsspec
+from fsspec import AbstractFileSystem
+from fsspec.config import conf as fsspec_config
+
+from dcp_fsspec.errors import ConfigurationError
+from dcp_fsspec.storage.capabilities import without_cache
+from dcp_fsspec.storage.location import redact
+
+_S3_CONNECTIONS = 64
+
+
+def open_filesystem(
+    location: str, storage_options: Mapping[str, Any], given: AbstractFileSystem | None, **extra: Any
+) -> tuple[AbstractFileSystem, str]:
+    """Return the filesystem of `location` (or `given`, if there is one) and the path of `location` on it.
+
+    Args:
+        location: A url, a chained url or a path.
+        storage_options: As in fsspec; merged into what fsspec's own configuration says.
+        given: A filesystem that the caller holds already.
+        extra: Passed to the filesystem's class when one is made.
+
+    Raises:
+        ValueError, ImportError, TypeError: fsspec knows no such protocol, or the options do not fit it.
+        ConfigurationError: `given` speaks another protocol.
+    """
+    if given is not None:
+        return without_cache(given, _path_on(given, location))
+    options = _with_defaults(location, dict(storage_options))
+    fs, path = fsspec.core.url_to_fs(location, **options, **extra)
+    return without_cache(fs, fs._strip_protocol(path))
+
+
+def _path_on(fs: AbstractFileSystem, location: str) -> str:
+    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+    scheme, separator, path = location.partition("://")
+    if not separator or "::" in location or protocols == {"abstract"}:
+        return str(fs._strip_protocol(location))
+    if scheme not in protocols:
+        speaks = ", ".join(sorted(protocols))
+        raise ConfigurationError(f"{redact(location)}: the filesystem that was passed speaks {speaks}, not {scheme}")
+    # Not every filesystem knows its protocol when it is to strip it.
+    return str(fs._strip_protocol(path)) if "file" not in protocols else str(fs._strip_protocol(location))
+
+
+def _with_defaults(location: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Merge `options` into fsspec's configuration, nested dicts too, and add what a fast save needs."""
+    scheme = location.partition("://")[0] if "::" not in location else ""
+    if scheme not in ("s3", "s3a"):
+        return options
+    defaults: dict[str, Any] = {
+        # A listing remembered by one process hides what another one wrote.
+        "use_listings_cache": False,
+        "config_kwargs": {
+            # The default of ten connections would hold back every thread above the tenth.
+            "max_pool_connections": _S3_CONNECTIONS,
+            # Each object goes up with a CRC32C, computed anyway, which is signed and which the store compares;
+            # hashing the body a second time, by SHA-256, would cost more than sending it.
+            "s3": {"payload_signing_enabled": False},
+            # What comes down is compared with our own checksums, and ranges have no others.
+            "response_checksum_validation": "when_required",
+        },
+    }
+    for layer in (fsspec_config.get("s3", {}), fsspec_config.get("s3a", {}), options):
+        defaults = _merge(defaults, layer)
+    return defaults
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        inner = merged.get(name)
+        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        merged[name] = _merge(inner, value) if both else value  # type: ignore[arg-type]
+    return merged

@@ -1,0 +1,103 @@
+"""One shard file on its way up: the data of its items, framed, checksummed and published in one write."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_fsspec.errors import IncompatibleStateError
+from dcp_fsspec.storage import checksums
+from dcp_fsspec.storage.filesystem import Buffer, Store
+from dcp_fsspec.storage.framing import frame_tensor
+from dcp_fsspec.storage.splitting import Piece
+from dcp_fsspec.storage.torch_internals import StorageInfo, StreamTransformExtension
+
+
+@dataclass(frozen=True)
+class Written:
+    """One item's place and checksum, sent to the coordinator in ``WriteResult.storage_data``."""
+
+    info: StorageInfo
+    crc: int
+
+
+class Upload:
+    """Frame the items of one shard file and publish it. Runs in a thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        items: Sequence[WriteItem],
+        planner: SavePlanner,
+        extensions: Sequence[StreamTransformExtension],
+    ) -> None:
+        self._store, self._name, self._items = store, name, items
+        self._planner, self._extensions = planner, extensions
+
+    def __call__(self) -> list[WriteResult]:
+        """Publish the file, and return where each item lies in it."""
+        buffers: list[Buffer] = []
+        alive: list[torch.Tensor] = []
+        results = []
+        offset = crc = 0
+        for item in self._items:
+            item_buffers, tensor = self._frame(item)
+            if tensor is not None:
+                alive.append(tensor)
+            length = sum(memoryview(buffer).nbytes for buffer in item_buffers)
+            info = StorageInfo(self._name, offset, length, self._descriptors())
+            written = Written(info, checksums.crc_of(item_buffers))
+            crc = checksums.combine(crc, written.crc, length)
+            results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=written))
+            buffers.extend(item_buffers)
+            offset += length
+        self._store.publish(self._name, buffers, crc)
+        return results
+
+    def _frame(self, item: WriteItem) -> tuple[list[Buffer], torch.Tensor | None]:
+        try:
+            return self._framed(item)
+        except IncompatibleStateError as error:
+            raise IncompatibleStateError(f"{item.index.fqn}: {error}") from error
+        except Exception as error:
+            error.add_note(f"while the item {item.index.fqn!r} was prepared for {self._store.url_of(self._name)}")
+            raise
+
+    def _framed(self, item: WriteItem) -> tuple[list[Buffer], torch.Tensor | None]:
+        parent = item.parent if isinstance(item, Piece) and item.parent is not None else item
+        data = self._planner.resolve_data(parent)
+        if item.type == WriteItemType.BYTE_IO:
+            if not isinstance(data, io.BytesIO):
+                raise TypeError(f"{item.index.fqn}: the planner gave a {type(data).__name__} for bytes")
+            return self._transformed([data.getbuffer()]), None
+        if not isinstance(data, torch.Tensor):
+            raise TypeError(f"{item.index.fqn}: the planner gave a {type(data).__name__} for a tensor")
+        buffers, tensor = frame_tensor(item.narrow(data) if isinstance(item, Piece) else data)
+        return self._transformed(buffers), tensor
+
+    def _transformed(self, buffers: list[Buffer]) -> list[Buffer]:
+        if not self._extensions:
+            return buffers
+        raw = _Uncloseable()
+        stream: Any = raw
+        for extension in self._extensions:
+            stream = extension.transform_to(stream)
+        for buffer in buffers:
+            stream.write(buffer)
+        stream.close()
+        return [raw.getbuffer()]
+
+    def _descriptors(self) -> list[str] | None:
+        return [extension.get_descriptor() for extension in reversed(self._extensions)] or None
+
+
+class _Uncloseable(io.BytesIO):
+    """Transforms close the stream that they write to; its content is wanted afterwards."""
+
+    def close(self) -> None:
+        self.flush()
