@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from dcp_fsspec.testing.servers import MotoServer, SeaweedServer, WebdavServer
@@ -14,6 +15,10 @@ from support.ranks import RankPool
 from support.stores import FolderStore, MemoryStore, S3Store, Store, obstore_filesystem, unique_name
 
 STORE_KINDS = ("path", "file", "memory", "moto", "seaweed", "obstore", "webdav")
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

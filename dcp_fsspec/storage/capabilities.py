@@ -28,6 +28,8 @@ class Capabilities:
             still ignore it in silence, so a look comes before it in any case.
         ranges: ``cat_file(start, end)`` transfers no more than it was asked for.
         threads: The plain synchronous calls may be made from many threads.
+        moves: ``mv`` is the filesystem's own rename, takes names literally, and needs no copy.
+        of_process: What is written is seen by this process alone.
         folders: Folders have to be made before files can be put in them. Never true of a store with buckets:
             making a "folder" there could create a bucket.
         shard_bytes: Size at which shard files do best.
@@ -42,6 +44,8 @@ class Capabilities:
     create_only: bool = False
     ranges: bool = True
     threads: bool = True
+    moves: bool = False
+    of_process: bool = False
     folders: bool = True
     shard_bytes: int = 8 << 20
     max_concurrency: int = 32
@@ -73,13 +77,20 @@ _BY_PACKAGE: Mapping[str, Capabilities] = {
 _LOCAL = Capabilities(
     local=True, atomic_put=True, create_only=True, shard_bytes=256 << 20, max_concurrency=4, write_copies=0
 )
-_MEMORY = replace(_OBJECT_STORE, max_concurrency=4)
+_MEMORY = replace(_OBJECT_STORE, max_concurrency=4, of_process=True)
 _UNKNOWN_ASYNC = Capabilities()
 _UNKNOWN_SYNC = Capabilities(threads=False, max_concurrency=1)
 
 
 def capabilities_of(fs: AbstractFileSystem) -> Capabilities:
     """Look `fs` up; what is not in the table gets the most careful row that fits."""
+    row = _row_of(fs)
+    # webdav4's own mv hands on to the one of fsspec.
+    own_mv = type(fs).mv is not AbstractFileSystem.mv and not type(fs).__module__.startswith("webdav4")
+    return replace(row, moves=own_mv)
+
+
+def _row_of(fs: AbstractFileSystem) -> Capabilities:
     if type(fs) is LocalFileSystem:
         return _LOCAL
     if isinstance(fs, LocalFileSystem):
@@ -88,7 +99,7 @@ def capabilities_of(fs: AbstractFileSystem) -> Capabilities:
     if isinstance(fs, MemoryFileSystem):
         return _MEMORY
     if isinstance(fs, DirFileSystem):
-        inner = capabilities_of(fs.fs)
+        inner = _row_of(fs.fs)
         return Capabilities(max_concurrency=4) if inner.local else inner
     # A subclass of a known class, wherever it is defined, is as good as that class.
     for cls in type(fs).__mro__:

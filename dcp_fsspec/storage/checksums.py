@@ -142,8 +142,8 @@ def decode(data: bytes, save_id: str, where: str) -> Section:
         raise CorruptCheckpointError(f"{where} is not readable as checksums: {error!r}") from error
     if owner != save_id:
         raise CorruptCheckpointError(
-            f"{where} belongs to the save {owner}, .metadata to the save {save_id}: another job wrote into this folder at "
-            "the same time, or a file was copied from elsewhere"
+            f"{where} belongs to the save {owner}, .metadata to the save {save_id}: another job wrote into this folder "
+            "at the same time, or a file was copied from elsewhere"
         )
     return section
 

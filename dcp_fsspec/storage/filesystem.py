@@ -1,7 +1,6 @@
 """The one module that calls fsspec: open a folder anywhere, publish whole objects in it, read ranges, remove.
 
-A `Store` is one checkpoint folder. Errors of any backend leave this module as errors of this package,
-translated by type or errno (never by text), with the cause kept and secrets hidden.
+A `Store` is one checkpoint folder.
 """
 
 import base64
@@ -11,7 +10,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import fsspec
@@ -32,6 +31,7 @@ from dcp_fsspec.storage.checksums import crc_of
 from dcp_fsspec.storage.location import normalize_root, normalize_url, redact, secrets_of
 from dcp_fsspec.storage.opening import open_filesystem
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS, Retries, expired
+from dcp_fsspec.storage.translation import NO_SUCH_FILE, Translator
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 
 _TEMPORARY_SUFFIX = ".tmp-"
-_NO_SUCH_OBJECT = (FileNotFoundError, NotADirectoryError)
 
 
 class Store:
@@ -68,9 +67,11 @@ class Store:
         self._storage_options = dict(storage_options or {})
         self._given = filesystem
         self._secrets = secrets_of(self._storage_options)
+        self._errors = Translator(self._secrets)
         self._lock = threading.Lock()
         self._requests = 0
         self._retries = Retries(retry_seconds)
+        self._made_in = os.getpid()
         self._connect()
 
     def at(self, url: str | os.PathLike[str]) -> "Store":
@@ -93,9 +94,9 @@ class Store:
         except (ValueError, ImportError, TypeError) as error:
             known = ", ".join(sorted(fsspec.available_protocols()))
             raise ConfigurationError(
-                f"{self.url}: no filesystem for this url and these storage_options: {self._quote(error)}. "
+                f"{self.url}: no filesystem for this url and these storage_options: {self._errors.quote(error)}. "
                 f"fsspec knows the protocols {known}."
-            ) from self._safe(error)
+            ) from self._errors.cause(error)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -103,10 +104,13 @@ class Store:
             "storage_options": self._storage_options,
             "filesystem": self._given,
             "retry_seconds": self._retries.patience_seconds,
+            "made_in": self._made_in,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        made_in = state.pop("made_in")
         self.__init__(**state)  # type: ignore[misc]
+        self._made_in = made_in
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -114,7 +118,8 @@ class Store:
     @property
     def url(self) -> str:
         """The folder as it was given, without secrets."""
-        return redact(self._location, self._secrets).rstrip("/") or "/"
+        shown = redact(self._location, self._secrets)
+        return shown if shown.endswith("://") else shown.rstrip("/") or "/"
 
     @property
     def num_requests(self) -> int:
@@ -153,6 +158,9 @@ class Store:
     def url_of(self, name: str) -> str:
         """Return the url of the file `name`, for messages."""
         return f"{self.url.rstrip('/')}/{name}"
+
+    def _where(self, name: str) -> str:
+        return self.url_of(name) if name else self.url
 
     # Reading -----------------------------------------------------------------------------------------
 
@@ -222,7 +230,7 @@ class Store:
         def find() -> dict[str, int]:
             try:
                 found = fs.find(self.root, detail=True)
-            except _NO_SUCH_OBJECT:
+            except NO_SUCH_FILE:
                 return {}
             return {
                 path.removeprefix(prefix): int(info["size"])
@@ -236,7 +244,9 @@ class Store:
 
     def prepare(self) -> None:
         """Make the folder where the filesystem has folders. Called by each rank before it writes."""
-        if self.capabilities.folders:
+        if self.capabilities.local:
+            self._writing("", lambda: local.make_folder(self.root))
+        elif self.capabilities.folders:
             self._writing("", lambda: self.fs.makedirs(self.root, exist_ok=True))
 
     def publish(self, name: str, buffers: Sequence[Buffer], crc: int) -> None:
@@ -295,9 +305,9 @@ class Store:
 
     def _move_over(self, temporary: str, name: str, data: bytes) -> None:
         try:
-            self.fs.mv(self.path(temporary), self.path(name))
+            self._move(temporary, name)
             return
-        except OSError:
+        except Exception:
             if self._holds(name, data):
                 self.discard(temporary)  # It was copied, and only removing the source failed.
                 return
@@ -305,13 +315,21 @@ class Store:
                 raise
         # This filesystem does not move onto an existing file. The old one steps aside, and back if need be.
         aside = f"{name}.old-{secrets.token_hex(4)}"
-        self.fs.mv(self.path(name), self.path(aside))
+        self._move(name, aside)
         try:
-            self.fs.mv(self.path(temporary), self.path(name))
+            self._move(temporary, name)
         except BaseException:
-            self.fs.mv(self.path(aside), self.path(name))
+            self._move(aside, name)
             raise
         self.discard(aside)
+
+    def _move(self, source: str, target: str) -> None:
+        if self.capabilities.moves:
+            self.fs.mv(self.path(source), self.path(target))
+        else:
+            # fsspec's own mv reads [, ? and * as a pattern; these two do not.
+            self.fs.cp_file(self.path(source), self.path(target))
+            self.fs.rm_file(self.path(source))
 
     def _put(self, name: str, buffers: Sequence[Buffer], crc: int, *, create_only: bool = False) -> None:
         path = self.path(name)
@@ -352,7 +370,7 @@ class Store:
         """
 
         def remove() -> None:
-            with contextlib.suppress(*_NO_SUCH_OBJECT):
+            with contextlib.suppress(*NO_SUCH_FILE):
                 # rm_file takes the path literally, where rm would read [, ? and * as a pattern.
                 self.fs.rm_file(self.path(name))
 
@@ -368,11 +386,16 @@ class Store:
     # Errors ------------------------------------------------------------------------------------------
 
     def _reading(self, name: str, call: Callable[[], T]) -> T:
-        with self._translated(name, "read", StorageReadError):
+        with self._errors.translated("read", self._where(name), folder=not name):
             return self._tried(name, call)
 
     def _writing(self, name: str, call: Callable[[], T]) -> T:
-        with self._translated(name, "write", StorageWriteError):
+        if self.capabilities.of_process and self._made_in != os.getpid():
+            raise ConfigurationError(
+                f"{self.url} lives in the memory of one process; this is another one, what it writes would be lost. "
+                "Save from the process that made the writer."
+            )
+        with self._errors.translated("write", self._where(name), folder=not name):
             return self._tried(name, call)
 
     def _tried(self, name: str, call: Callable[[], T]) -> T:
@@ -384,7 +407,7 @@ class Store:
             return call()
 
         try:
-            return self._retries.call(self.url_of(name), counted)
+            return self._retries.call(self._where(name), counted)
         except PermissionError as error:
             if not expired(error):
                 raise
@@ -393,47 +416,4 @@ class Store:
             if self._fs is session:
                 logger.info("%s: the credentials have expired, reading them again", self.url)
                 self._reconnect()
-        return self._retries.call(self.url_of(name), counted)
-
-    @contextlib.contextmanager
-    def _translated(self, name: str, verb: str, fallback: type[StorageReadError | StorageWriteError]) -> Iterator[None]:
-        where = self.url_of(name) if name else self.url
-        try:
-            yield
-        except DcpFsspecError:
-            raise
-        except FileExistsError as error:
-            if not name:
-                raise StorageWriteError(f"{where} is a file, a folder was wanted") from self._safe(error)
-            raise CheckpointExistsError(f"{where} exists already") from self._safe(error)
-        except _NO_SUCH_OBJECT as error:
-            hint = "" if verb == "read" else "; buckets are not created here, make it first"
-            raise CheckpointNotFoundError(
-                f"cannot {verb} {where}: no such file, folder or bucket{hint} ({self._quote(error)})"
-            ) from self._safe(error)
-        except Exception as error:
-            if verb == "write" and _precondition_failed(error):
-                raise CheckpointExistsError(f"{where} exists already") from self._safe(error)
-            denied = isinstance(error, PermissionError)
-            hint = ". Check the credentials, and the rights to get, put and delete objects there" if denied else ""
-            translated = fallback(f"cannot {verb} {where}: {self._quote(error)}{hint}")
-            translated.errno = errno.EACCES if denied else getattr(error, "errno", None)
-            raise translated from self._safe(error)
-
-    def _quote(self, error: BaseException) -> str:
-        return f"{type(error).__name__}: {redact(str(error), self._secrets)}"
-
-    def _safe(self, error: BaseException) -> BaseException:
-        """Return `error` as a cause to show, or a stand-in when its text, or its own cause's, holds a secret."""
-        link: BaseException | None = error
-        while link is not None:
-            if redact(str(link), self._secrets) != str(link):
-                return RuntimeError(self._quote(error))
-            link = link.__cause__ or link.__context__
-        return error
-
-
-def _precondition_failed(error: Exception) -> bool:
-    """Tell an S3 answer 412, which s3fs gives as EINVAL when the server does not name the condition."""
-    response = getattr(error.__cause__, "response", None)
-    return isinstance(response, dict) and response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 412
+        return self._retries.call(self._where(name), counted)

@@ -118,12 +118,14 @@ def template(dtype: torch.dtype, shape: tuple[int, ...]) -> Template | None:
 
 
 def payload_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor as bytes, without a copy. Keep the tensor alive meanwhile."""
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    """Return the memory of a contiguous CPU tensor as bytes, without a copy. The view keeps the tensor alive."""
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
-def frame_tensor(tensor: torch.Tensor) -> tuple[list[Buffer], torch.Tensor]:
-    """Return the buffers of the frame of `tensor`, and the tensor whose memory they point into.
+def frame_tensor(tensor: torch.Tensor) -> list[Buffer]:
+    """Return the buffers of the frame of `tensor`.
 
     Accelerator tensors are copied to the host; views are compacted to the elements they show, never the storage
     behind them.
@@ -137,12 +139,12 @@ def frame_tensor(tensor: torch.Tensor) -> tuple[list[Buffer], torch.Tensor]:
         )
     tensor = tensor.detach()
     if not _is_plain(tensor):
-        return [_frame_by_torch(tensor.cpu())], tensor
+        return [_frame_by_torch(tensor.cpu())]
     tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     made = template(tensor.dtype, tuple(tensor.shape))
     if made is not None:
-        return [made.head, payload_of(tensor), made.tail], tensor
-    return [_frame_by_torch(tensor.clone())], tensor
+        return [made.head, payload_of(tensor), made.tail]
+    return [_frame_by_torch(tensor.clone())]
 
 
 def _frame_by_torch(tensor: torch.Tensor) -> bytes:

@@ -11,6 +11,18 @@ _MAX_BUFFERS_A_CALL = 512
 """Below IOV_MAX (1024 on Linux), the number of buffers that one writev takes."""
 
 
+def make_folder(path: str) -> None:
+    """Make the folder `path`, with those above it, and make their names durable. One that exists is fine."""
+    missing = []
+    folder = os.path.abspath(path)
+    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    os.makedirs(path, exist_ok=True)
+    for made in missing:
+        sync_folder(os.path.dirname(made))
+
+
 def publish(path: str, buffers: Sequence[Buffer], *, create_only: bool = False) -> None:
     """Write `buffers` to a temporary file beside `path`, sync it, and give it its name.
 

@@ -31,9 +31,25 @@ def open_filesystem(
     """
     if given is not None:
         return without_cache(given, _path_on(given, location))
+    if "::" in location and not _is_chain(location):
+        if "://" in location:
+            raise ConfigurationError(
+                f"{redact(location)}: fsspec reads '::' as a chain of filesystems, and these links are none. "
+                "Choose another name."
+            )
+        fs = fsspec.filesystem("file")
+        return fs, fs._strip_protocol(location)
     options = _with_defaults(location, dict(storage_options))
     fs, path = fsspec.core.url_to_fs(location, **options, **extra)
     return without_cache(fs, fs._strip_protocol(path))
+
+
+def _is_chain(location: str) -> bool:
+    links = location.split("::")
+    return all(
+        link.partition("://")[0] in fsspec.available_protocols() or (number > 0 and link.startswith("/"))
+        for number, link in enumerate(links)
+    )
 
 
 def _path_on(fs: AbstractFileSystem, location: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from dcp_fsspec.errors import CorruptCheckpointError, UnsafeCheckpointError
+from dcp_fsspec.storage.pickle_scan import MAX_SCANNED_BYTES, scan
 from dcp_fsspec.storage.torch_internals import (
     MemoryFormat,
     OldMemoryFormat,
@@ -127,6 +128,8 @@ def loads(data: bytes, where: str) -> dcp.Metadata:
         CorruptCheckpointError: it is no metadata.
     """
     try:
+        if len(data) <= MAX_SCANNED_BYTES:
+            scan(data)
         with _classes_unchanged():
             loaded = _MetadataUnpickler(io.BytesIO(data)).load()
     except UnsafeCheckpointError as error:

@@ -42,13 +42,10 @@ class Upload:
     def __call__(self) -> list[WriteResult]:
         """Publish the file, and return where each item lies in it."""
         buffers: list[Buffer] = []
-        alive: list[torch.Tensor] = []
         results = []
         offset = crc = 0
         for item in self._items:
-            item_buffers, tensor = self._frame(item)
-            if tensor is not None:
-                alive.append(tensor)
+            item_buffers = self._frame(item)
             length = sum(memoryview(buffer).nbytes for buffer in item_buffers)
             info = StorageInfo(self._name, offset, length, self._descriptors())
             written = Written(info, checksums.crc_of(item_buffers))
@@ -59,7 +56,7 @@ class Upload:
         self._store.publish(self._name, buffers, crc)
         return results
 
-    def _frame(self, item: WriteItem) -> tuple[list[Buffer], torch.Tensor | None]:
+    def _frame(self, item: WriteItem) -> list[Buffer]:
         try:
             return self._framed(item)
         except IncompatibleStateError as error:
@@ -68,17 +65,16 @@ class Upload:
             error.add_note(f"while the item {item.index.fqn!r} was prepared for {self._store.url_of(self._name)}")
             raise
 
-    def _framed(self, item: WriteItem) -> tuple[list[Buffer], torch.Tensor | None]:
+    def _framed(self, item: WriteItem) -> list[Buffer]:
         parent = item.parent if isinstance(item, Piece) and item.parent is not None else item
         data = self._planner.resolve_data(parent)
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):
                 raise TypeError(f"{item.index.fqn}: the planner gave a {type(data).__name__} for bytes")
-            return self._transformed([data.getbuffer()]), None
+            return self._transformed([data.getbuffer()])
         if not isinstance(data, torch.Tensor):
             raise TypeError(f"{item.index.fqn}: the planner gave a {type(data).__name__} for a tensor")
-        buffers, tensor = frame_tensor(item.narrow(data) if isinstance(item, Piece) else data)
-        return self._transformed(buffers), tensor
+        return self._transformed(frame_tensor(item.narrow(data) if isinstance(item, Piece) else data))
 
     def _transformed(self, buffers: list[Buffer]) -> list[Buffer]:
         if not self._extensions:

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from fsspec import AbstractFileSystem
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_fsspec.testing.checks import CHECKS, Check
 from dcp_fsspec.testing.target import ConformanceError, NotApplicableError, Target

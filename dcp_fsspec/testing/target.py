@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed.checkpoint as dcp
 from fsspec import AbstractFileSystem
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.reader import FsspecStorageReader
@@ -73,12 +73,12 @@ class Target:
 
     def save(self, name: str, state: dict[str, Any], **options: Any) -> None:
         """Save `state` as the checkpoint `name`."""
-        dcp.save(state, storage_writer=self.writer(name, **options))
+        state_dict_saver.save(state, storage_writer=self.writer(name, **options))
 
     def load(self, name: str, like: dict[str, Any], **options: Any) -> dict[str, Any]:
         """Return what the checkpoint `name` has for the keys of `like`."""
-        state = blank(like)
-        dcp.load(state, storage_reader=self.reader(name, **options))
+        state: dict[str, Any] = blank(like)
+        state_dict_loader.load(state, storage_reader=self.reader(name, **options))
         return state
 
     def faulty(self) -> "tuple[FaultyFileSystem, Target]":

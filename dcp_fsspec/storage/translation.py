@@ -1,0 +1,83 @@
+"""Errors of any backend, turned into errors of this package: by type or errno, with the cause kept, without secrets."""
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from typing import Literal
+
+from dcp_fsspec.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DcpFsspecError,
+    StorageReadError,
+    StorageWriteError,
+)
+from dcp_fsspec.storage.location import redact
+
+NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError)
+
+_FALLBACK: dict[str, type[StorageReadError | StorageWriteError]] = {
+    "read": StorageReadError,
+    "write": StorageWriteError,
+}
+
+
+class Translator:
+    """Translates the errors of one store.
+
+    Args:
+        secrets: Texts that must not appear in any message.
+    """
+
+    def __init__(self, secrets: tuple[str, ...]) -> None:
+        self._secrets = secrets
+
+    @contextlib.contextmanager
+    def translated(self, verb: Literal["read", "write"], where: str, *, folder: bool = False) -> Iterator[None]:
+        """Raise an error of this package for whatever is raised inside.
+
+        Args:
+            verb: What is being done.
+            where: The url that it is done to.
+            folder: `where` is the folder itself, not a file in it.
+        """
+        try:
+            yield
+        except DcpFsspecError:
+            raise
+        except FileExistsError as error:
+            if folder:
+                raise StorageWriteError(f"{where} is a file, a folder was wanted") from self.cause(error)
+            raise CheckpointExistsError(f"{where} exists already") from self.cause(error)
+        except NO_SUCH_FILE as error:
+            hint = "" if verb == "read" else "; buckets are not created here, make it first"
+            raise CheckpointNotFoundError(
+                f"cannot {verb} {where}: no such file, folder or bucket{hint} ({self.quote(error)})"
+            ) from self.cause(error)
+        except Exception as error:
+            if verb == "write" and _precondition_failed(error):
+                raise CheckpointExistsError(f"{where} exists already") from self.cause(error)
+            denied = isinstance(error, PermissionError)
+            hint = ". Check the credentials, and the rights to get, put and delete objects there" if denied else ""
+            translated = _FALLBACK[verb](f"cannot {verb} {where}: {self.quote(error)}{hint}")
+            translated.errno = errno.EACCES if denied else getattr(error, "errno", None)
+            raise translated from self.cause(error)
+
+    def quote(self, error: BaseException) -> str:
+        """Return `error` as text."""
+        return f"{type(error).__name__}: {redact(str(error), self._secrets)}"
+
+    def cause(self, error: BaseException) -> BaseException:
+        """Return `error` as a cause to show, or a stand-in when its text, or its own cause's, holds a secret."""
+        link: BaseException | None = error
+        while link is not None:
+            if redact(str(link), self._secrets) != str(link):
+                return RuntimeError(self.quote(error))
+            link = link.__cause__ or link.__context__
+        return error
+
+
+def _precondition_failed(error: Exception) -> bool:
+    """Tell an S3 answer 412, which s3fs gives as EINVAL when the server does not name the condition."""
+    response = getattr(error.__cause__, "response", None)
+    return isinstance(response, dict) and response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 412
