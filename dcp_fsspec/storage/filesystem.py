@@ -83,6 +83,9 @@ class Store:
         self._pid = os.getpid()
         self.root = normalize_root(path)
         self.capabilities: Capabilities = capabilities_of(self._fs)
+        if self.capabilities.local and "://" not in self._location:
+            # A relative path means the folder of now, also after a chdir and in another process.
+            self._location = self.root
         if not self.root and not self.capabilities.local:
             raise ConfigurationError(f"{self.url}: a bucket or a folder is missing in the url")
 

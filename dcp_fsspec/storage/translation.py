@@ -13,6 +13,9 @@ from dcp_fsspec.errors import (
     StorageWriteError,
 )
 from dcp_fsspec.storage.location import redact
+from dcp_fsspec.storage.retry import expired
+
+_DENIED = ". Check the credentials, and the rights to get, put and delete objects there"
 
 NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError)
 
@@ -58,7 +61,9 @@ class Translator:
             if verb == "write" and _precondition_failed(error):
                 raise CheckpointExistsError(f"{where} exists already") from self.cause(error)
             denied = isinstance(error, PermissionError)
-            hint = ". Check the credentials, and the rights to get, put and delete objects there" if denied else ""
+            hint = _DENIED if denied else ""
+            if expired(error):
+                hint = ". The credentials have expired: renew them where they come from, the next save reads them again"
             translated = _FALLBACK[verb](f"cannot {verb} {where}: {self.quote(error)}{hint}")
             translated.errno = errno.EACCES if denied else getattr(error, "errno", None)
             raise translated from self.cause(error)

@@ -181,9 +181,10 @@ class FsspecStorageWriter(StorageWriter):
         """
         if self._is_coordinator or not self._use_collectives:
             stands = self._look()
-            # Stock names only where no other save can meet this one: nothing stands there, and overwriting is allowed;
-            # where it is not, another writer could still come first, and stays whole thanks to the fresh names.
-            self._save_id = checksums.new_save_id(fresh=stands or not self._overwrite)
+            # Stock names only where no other save can meet this one. Where overwriting is not allowed, another writer
+            # may still come first, and without collectives each rank is a save of its own.
+            alone = not stands and self._overwrite and self._use_collectives
+            self._save_id = checksums.new_save_id(fresh=not alone)
         replicated = self._use_collectives and dist.is_available() and dist.is_initialized()
         plan = split_plan(plan, self.shard_bytes, replicated=replicated and dist.get_world_size() > 1)
         return dataclasses.replace(plan, storage_data=_Naming(self._token))

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Self
 
-_START_SECONDS = 90.0
+_START_SECONDS = 150.0
 _LOOPBACK_GLOO = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
 
 

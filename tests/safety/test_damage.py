@@ -1,0 +1,179 @@
+"""Stored bytes that are not those that were written: named, by file and item, and never loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_fsspec import CorruptCheckpointError, FsspecStorageReader, FsspecStorageWriter, verify
+from support.tensors import assert_bits_equal
+
+
+def state() -> dict[str, Any]:
+    return {
+        "weight": torch.arange(3000.0).reshape(30, 100),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+        "half": torch.arange(64).to(torch.bfloat16),
+        "values": {"lr": 0.1, "betas": [0.9, 0.95], "name": "x"},
+    }
+
+
+def blank() -> dict[str, Any]:
+    return {
+        "weight": torch.zeros(30, 100),
+        "scalar": torch.tensor(0.0),
+        "empty": torch.empty(0, 3),
+        "half": torch.zeros(64, dtype=torch.bfloat16),
+        "values": {"lr": 0.0, "betas": [0.0, 0.0], "name": ""},
+    }
+
+
+def save(folder: Path, **options: Any) -> list[Path]:
+    dcp.save(state(), storage_writer=FsspecStorageWriter(folder, shard_bytes=64 << 10, **options))
+    return sorted(folder.glob("*.distcp"))
+
+
+def load(folder: Path, **options: Any) -> dict[str, Any]:
+    target = blank()
+    dcp.load(target, storage_reader=FsspecStorageReader(folder, **options))
+    return target
+
+
+def load_error(folder: Path, **options: Any) -> Exception:
+    with pytest.raises(CheckpointException) as caught:
+        load(folder, **options)
+    reason = caught.value.failures[0][0]
+    assert isinstance(reason, Exception)
+    return reason
+
+
+def same(loaded: dict[str, Any]) -> bool:
+    for key, value in state().items():
+        if isinstance(value, torch.Tensor):
+            assert_bits_equal(loaded[key], value)
+        else:
+            assert loaded[key] == value
+    return True
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("damage") / "ckpt"
+    save(folder)
+    return folder
+
+
+@given(st.data())
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+def test_any_flipped_bit_is_found(saved: Path, data: st.DataObject) -> None:
+    file = data.draw(st.sampled_from(sorted(saved.glob("*.distcp"))))
+    good = file.read_bytes()
+    at = data.draw(st.integers(0, len(good) - 1))
+    bad = bytearray(good)
+    bad[at] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(bad)
+    try:
+        (problem,) = verify(saved).problems
+        assert problem.file == file.name
+        if problem.item == "empty":
+            assert same(load(saved))  # There is nothing in it, so it is never read.
+        else:
+            error = load_error(saved)
+            assert isinstance(error, CorruptCheckpointError)
+            assert str(file) in str(error)
+            assert str(problem.item) in str(error)
+    finally:
+        file.write_bytes(good)
+    assert same(load(saved))
+
+
+def test_a_good_checkpoint_has_no_problem(saved: Path) -> None:
+    report = verify(saved)
+    assert report.ok
+    assert report.checksums == "checked"
+    assert report.num_files == len(list(saved.glob("*.distcp")))
+    assert report.num_bytes == sum(file.stat().st_size for file in saved.glob("*.distcp"))
+
+
+@pytest.mark.parametrize("cut", [1, 50, 5000])
+def test_a_shard_file_that_is_cut_short(tmp_path: Path, cut: int) -> None:
+    file = save(tmp_path / "c")[0]
+    file.write_bytes(file.read_bytes()[:-cut])
+    error = load_error(tmp_path / "c")
+    assert isinstance(error, CorruptCheckpointError)
+    assert str(file) in str(error)
+    assert [problem.file for problem in verify(tmp_path / "c").problems] == [file.name]
+
+
+def test_a_shard_file_that_is_gone(tmp_path: Path) -> None:
+    file = save(tmp_path / "c")[0]
+    file.unlink()
+    error = load_error(tmp_path / "c")
+    assert isinstance(error, CorruptCheckpointError)
+    assert str(file) in str(error)
+    assert "missing" in verify(tmp_path / "c").problems[0].reason
+
+
+def test_a_shard_file_that_has_grown(tmp_path: Path) -> None:
+    file = save(tmp_path / "c")[0]
+    file.write_bytes(file.read_bytes() + b"x")
+    assert same(load(tmp_path / "c"))
+    assert [problem.file for problem in verify(tmp_path / "c").problems] == [file.name]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\x80\x04N."])
+def test_metadata_that_is_none(tmp_path: Path, content: bytes) -> None:
+    save(tmp_path / "c")
+    (tmp_path / "c" / ".metadata").write_bytes(content)
+    assert isinstance(load_error(tmp_path / "c"), CorruptCheckpointError)
+
+
+def test_full_verification_reads_what_the_load_does_not_need(tmp_path: Path) -> None:
+    (file,) = save(tmp_path / "c")
+    bad = bytearray(file.read_bytes())
+    at = bad.find(torch.arange(100.0).numpy().tobytes())
+    bad[at + 40] ^= 1
+    file.write_bytes(bad)
+    target = {"half": torch.zeros(64, dtype=torch.bfloat16)}
+    dcp.load(target, storage_reader=FsspecStorageReader(tmp_path / "c"))
+    assert_bits_equal(target["half"], state()["half"])
+    with pytest.raises(CheckpointException, match="CorruptCheckpointError"):
+        dcp.load(target, storage_reader=FsspecStorageReader(tmp_path / "c", verify="full"))
+
+
+def test_verification_can_be_switched_off(tmp_path: Path) -> None:
+    (file,) = save(tmp_path / "c")
+    bad = bytearray(file.read_bytes())
+    at = bad.find(torch.arange(100.0).numpy().tobytes())
+    bad[at] ^= 1
+    file.write_bytes(bad)
+    reader = FsspecStorageReader(tmp_path / "c", verify="off")
+    dcp.load(blank(), storage_reader=reader)
+    assert (reader.last_report.checksums, reader.last_report.num_verified) == ("off", 0)
+
+
+def test_a_checkpoint_without_checksums_loads_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path / "c")
+    (tmp_path / "c" / "checksums.json").unlink()
+    reader = FsspecStorageReader(tmp_path / "c")
+    target = blank()
+    dcp.load(target, storage_reader=reader)
+    assert same(target)
+    assert reader.last_report.checksums == "absent"
+    assert "checksums.json" in caplog.text
+
+
+def test_verify_decodes_what_has_no_checksums(tmp_path: Path) -> None:
+    dcp.save(state(), storage_writer=dcp.FileSystemWriter(tmp_path / "c"))
+    assert verify(tmp_path / "c").ok
+    assert verify(tmp_path / "c").checksums == "absent"
+    (file,) = (tmp_path / "c").glob("*.distcp")
+    bad = file.read_bytes().replace(b"PK\x03\x04", b"PK\x03\x05")
+    file.write_bytes(bad)
+    assert not verify(tmp_path / "c").ok
