@@ -98,9 +98,6 @@ def _row_of(fs: AbstractFileSystem) -> Capabilities:
         return Capabilities(max_concurrency=4)
     if isinstance(fs, MemoryFileSystem):
         return _MEMORY
-    if isinstance(fs, DirFileSystem):
-        inner = _row_of(fs.fs)
-        return Capabilities(max_concurrency=4) if inner.local else inner
     # A subclass of a known class, wherever it is defined, is as good as that class.
     for cls in type(fs).__mro__:
         known = _BY_PACKAGE.get(cls.__module__.partition(".")[0])
@@ -109,13 +106,23 @@ def _row_of(fs: AbstractFileSystem) -> Capabilities:
     return _UNKNOWN_ASYNC if isinstance(fs, AsyncFileSystem) else _UNKNOWN_SYNC
 
 
-def without_cache(fs: AbstractFileSystem, path: str) -> tuple[AbstractFileSystem, str]:
-    """Look through ``simplecache::`` and its kin to the store behind them.
+def look_through(fs: AbstractFileSystem, path: str, *, chained: bool) -> tuple[AbstractFileSystem, str]:
+    """Look through wrappers to the store behind them.
 
-    A cache answers with what it saw last, which after an overwrite is a mix of two checkpoints; and the ranges
-    read here are each needed once.
+    A cache (``simplecache::`` and its kin) answers with what it saw last, which after an overwrite is a mix of two
+    checkpoints; and the ranges read here are each needed once.
+
+    Args:
+        fs: A filesystem, wrapped or not.
+        path: A path on it.
+        chained: It was made from a chained url; then the folder of ``dir::`` is all of the path.
     """
-    while isinstance(fs, CachingFileSystem):
-        fs = fs.fs
-        path = fs._strip_protocol(path)
-    return fs, path
+    while True:
+        if isinstance(fs, CachingFileSystem):
+            fs = fs.fs
+            path = fs._strip_protocol(path)
+        elif type(fs) is DirFileSystem:
+            path = fs.path if chained else fs._join(path)
+            fs = fs.fs
+        else:
+            return fs, path

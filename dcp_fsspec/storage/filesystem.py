@@ -94,6 +94,9 @@ class Store:
             return open_filesystem(self._location, self._storage_options, self._given, **extra)
         except ConfigurationError:
             raise
+        except OSError as error:
+            with self._errors.translated("read", self.url):
+                raise error
         except (ValueError, ImportError, TypeError) as error:
             known = ", ".join(sorted(fsspec.available_protocols()))
             raise ConfigurationError(
@@ -283,12 +286,27 @@ class Store:
         """
         try:
             self._writing(name, lambda: self._swap(name, data, create_only))
-        except (StorageWriteError, CheckpointExistsError):
+        except (StorageWriteError, CheckpointExistsError) as error:
             # The answer may have been lost on the way back, and a retry then meets its own success.
-            if self._holds(name, data):
+            if self._holds(name, data, error):
                 logger.info("%s: the write had succeeded although an error was reported", self.url_of(name))
                 return
             raise
+
+    def _holds(self, name: str, data: bytes, failure: DcpFsspecError) -> bool:
+        """Tell whether the file `name` holds `data` after all.
+
+        Raises:
+            StorageWriteError: that cannot be found out, so what `failure` says is not certain either.
+        """
+        try:
+            return self.read(name) == data
+        except CheckpointNotFoundError:
+            return False
+        except StorageReadError as unread:
+            raise StorageWriteError(
+                f"{failure}; whether the write took place all the same is unknown, reading it back failed: {unread}"
+            ) from failure
 
     def _swap(self, name: str, data: bytes, create_only: bool) -> None:
         if create_only and not (self.capabilities.create_only or self.capabilities.local):
@@ -311,7 +329,7 @@ class Store:
             self._move(temporary, name)
             return
         except Exception:
-            if self._holds(name, data):
+            if self._exists(name) and self.fs.cat_file(self.path(name)) == data:
                 self.discard(temporary)  # It was copied, and only removing the source failed.
                 return
             if not self._exists(name):
@@ -353,12 +371,6 @@ class Store:
     def _exists(self, name: str) -> bool:
         self.fs.invalidate_cache(self.root)
         return bool(self.fs.exists(self.path(name)))
-
-    def _holds(self, name: str, data: bytes) -> bool:
-        try:
-            return self.read(name) == data
-        except (CheckpointNotFoundError, StorageReadError):
-            return False
 
     def flush(self) -> None:
         """Make the names of published files durable. Called once a rank after its last publish."""

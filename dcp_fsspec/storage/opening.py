@@ -8,7 +8,7 @@ from fsspec import AbstractFileSystem
 from fsspec.config import conf as fsspec_config
 
 from dcp_fsspec.errors import ConfigurationError
-from dcp_fsspec.storage.capabilities import without_cache
+from dcp_fsspec.storage.capabilities import look_through
 from dcp_fsspec.storage.location import redact
 
 _S3_CONNECTIONS = 64
@@ -30,7 +30,7 @@ def open_filesystem(
         ConfigurationError: `given` speaks another protocol.
     """
     if given is not None:
-        return without_cache(given, _path_on(given, location))
+        return look_through(given, _path_on(given, location), chained=False)
     if "::" in location and not _is_chain(location):
         if "://" in location:
             raise ConfigurationError(
@@ -41,7 +41,7 @@ def open_filesystem(
         return fs, fs._strip_protocol(location)
     options = _with_defaults(location, dict(storage_options))
     fs, path = fsspec.core.url_to_fs(location, **options, **extra)
-    return without_cache(fs, fs._strip_protocol(path))
+    return look_through(fs, fs._strip_protocol(path), chained=True)
 
 
 def _is_chain(location: str) -> bool:

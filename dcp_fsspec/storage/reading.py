@@ -217,9 +217,21 @@ class ItemReader:
             data = memoryview(self._source.store.read_range(fetch.file, fetch.start, fetch.stop))
         except CheckpointNotFoundError as error:
             where = self._source.store.url_of(fetch.file)
-            raise CorruptCheckpointError(f"{where} is missing, .metadata refers to it: {error}") from error
+            raise CorruptCheckpointError(f"{where} is missing, it should hold {self._keys(fetch)}: {error}") from error
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{error} It should hold {self._keys(fetch)}.") from error
         for one in fetch.wanted:
             one.consumer(data[one.start - fetch.start : one.stop - fetch.start])
+
+    def _keys(self, fetch: Fetch[Consumer]) -> str:
+        """Name the items of a fetch, for messages."""
+        storage_data = self._source.metadata.storage_data
+        keys = sorted(
+            index.fqn
+            for index, info in storage_data.items()
+            if info.relative_path == fetch.file and info.offset < fetch.stop and fetch.start < info.offset + info.length
+        )
+        return ", ".join(keys[:10]) + (f" and {len(keys) - 10} more" if len(keys) > 10 else "")
 
     # Taking what arrived ---------------------------------------------------------------------------------
 
@@ -276,6 +288,8 @@ class ItemReader:
     def _deliver(self, item: ReadItem, tensor: torch.Tensor) -> None:
         with self._planner_lock:
             destination = self._planner.resolve_tensor(item).detach()
+        if destination.layout != torch.strided:
+            raise IncompatibleStateError(f"{item.dest_index.fqn}: cannot be loaded into a {destination.layout} tensor")
         if destination.size() != tensor.size():
             raise IncompatibleStateError(
                 f"{item.dest_index.fqn}: stored {tuple(tensor.size())}, wanted {tuple(destination.size())}"

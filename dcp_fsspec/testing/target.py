@@ -48,6 +48,7 @@ class Target:
         self.storage_options = storage_options
         self.filesystem = filesystem
         self.forbidden = forbidden
+        self._raw: tuple[AbstractFileSystem, str] | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -88,26 +89,28 @@ class Target:
         return fs, Target(store.root, filesystem=fs)
 
     def afresh(self) -> "Target":
-        """Return this folder seen through a filesystem that remembers nothing, as another process would see it."""
-        fs, root = self._fresh_filesystem()
+        """Return this folder seen through a filesystem of its own, as another process would see it."""
+        fs, root = self.raw()
         return Target(root, filesystem=fs)
 
     def _store(self) -> Store:
         return Store(self.url, self.storage_options, self.filesystem)
 
-    def _fresh_filesystem(self) -> tuple[AbstractFileSystem, str]:
-        store = self._store()
-        fs, root = store.fs, store.root
-        if self.filesystem is None:
-            fs = type(fs)(*fs.storage_args, **fs.storage_options, skip_instance_cache=True)
-        fs.invalidate_cache()
-        return fs, root
-
     # Around it -------------------------------------------------------------------------------------------
 
     def raw(self, name: str = "") -> tuple[AbstractFileSystem, str]:
-        """Return a filesystem that remembers nothing, and the path of `name` on it."""
-        fs, root = self._fresh_filesystem()
+        """Return a filesystem that no writer or reader of this target uses, and the path of `name` on it.
+
+        It is the same one each time, made to forget what it has seen. Where `filesystem` was given it is that one.
+        """
+        if self._raw is None:
+            store = self._store()
+            fs = store.fs
+            if self.filesystem is None:
+                fs = type(fs)(*fs.storage_args, **fs.storage_options, skip_instance_cache=True)
+            self._raw = fs, store.root
+        fs, root = self._raw
+        fs.invalidate_cache()
         return fs, f"{root}/{name}" if name else root
 
     def raw_list(self, name: str = "") -> dict[str, int]:
