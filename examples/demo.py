@@ -141,7 +141,7 @@ def find_problems(outcomes: dict[Stage, dict[str, Any]]) -> Iterator[str]:
     saved = outcomes[SAVE]
     for stage in LOADS:
         loaded = outcomes[stage]
-        where = f"{stage.label}, {stage.ranks} ranks"
+        where = f"{stage.label} (ranks: {stage.ranks})"
         if loaded["differences"]:
             names = ", ".join(loaded["differences"][:5])
             yield f"{where}: {len(loaded['differences'])} values differ, the first are {names}"

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from minilm import MiniLM, WordPiece, load_pretrained
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,6 +31,7 @@ from torch.nn import functional
 from torch.optim import AdamW
 
 from dcp_fsspec import FsspecStorageReader, FsspecStorageWriter
+from minilm import MiniLM, WordPiece, load_pretrained
 
 ITERATIONS_BEFORE_SAVE = 3
 PAIRS_PER_ITERATION = 8

@@ -8,7 +8,7 @@ write of ``.metadata`` swaps shard files and checksums together, and no two save
 import functools
 import json
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from crc32c import crc32c
@@ -61,28 +61,42 @@ def _multiply(a: int, b: int) -> int:
 
 
 @dataclass(frozen=True)
+class ItemRecord:
+    """What is kept of one item.
+
+    Attributes:
+        crc: CRC32C of the whole item.
+        payload_at: Where the elements begin, in bytes from the item's start, if it is the frame of a plain tensor of
+            just the dtype and shape that ``.metadata`` gives; otherwise 0. With it, rows can be read alone.
+    """
+
+    crc: int
+    payload_at: int = 0
+
+
+@dataclass(frozen=True)
 class FileChecksums:
     """Checksums of one shard file.
 
     Attributes:
         num_bytes: Size of the file.
         crc: CRC32C of the whole file.
-        items: CRC32C of each item by its place, (offset, length) in bytes.
+        items: Record of each item by its place, (offset, length) in bytes.
     """
 
     num_bytes: int
     crc: int
-    items: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    items: Mapping[tuple[int, int], ItemRecord] = field(default_factory=dict)
 
     @classmethod
-    def of_items(cls, items: Sequence[tuple[int, int, int]]) -> "FileChecksums":
-        """Make the record of a file from the (offset, length, crc) of its items, which fill it without gaps."""
+    def of_items(cls, items: Mapping[tuple[int, int], ItemRecord]) -> "FileChecksums":
+        """Make the record of a file from those of its items, which fill it without gaps."""
         crc = end = 0
-        for offset, length, item_crc in sorted(items):
+        for (offset, length), item in sorted(items.items(), key=lambda entry: entry[0]):
             if offset != end:
                 raise AssertionError(f"items leave a gap or overlap at byte {end}")
-            crc, end = combine(crc, item_crc, length), offset + length
-        return cls(end, crc, {(offset, length): item_crc for offset, length, item_crc in items})
+            crc, end = combine(crc, item.crc, length), offset + length
+        return cls(end, crc, items)
 
 
 Section = Mapping[str, FileChecksums]
@@ -117,7 +131,7 @@ def encode(section: Section, save_id: str) -> bytes:
         name: {
             "bytes": file.num_bytes,
             "crc32c": file.crc,
-            "items": [[offset, length, crc] for (offset, length), crc in file.items.items()],
+            "items": [[*place, item.crc, item.payload_at] for place, item in file.items.items()],
         }
         for name, file in section.items()
     }
@@ -152,7 +166,11 @@ def _file_record(record: dict[str, object]) -> FileChecksums:
     num_bytes, crc, items = record["bytes"], record["crc32c"], record["items"]
     if not isinstance(num_bytes, int) or not isinstance(crc, int) or not isinstance(items, list):
         raise TypeError("a shard file's record has values of the wrong type")
-    return FileChecksums(num_bytes, crc, {(int(offset), int(length)): int(item) for offset, length, item in items})
+    return FileChecksums(
+        num_bytes,
+        crc,
+        {(int(start), int(length)): ItemRecord(int(item), int(payload)) for start, length, item, payload in items},
+    )
 
 
 def check_item(section: Section, name: str, offset: int, data: Buffer, what: str) -> None:
@@ -173,8 +191,8 @@ def check_item(section: Section, name: str, offset: int, data: Buffer, what: str
     if expected is None:
         raise CorruptCheckpointError(f"{what} at byte {offset}: {FILE_NAME} does not know this item")
     actual = crc_of([data])
-    if actual != expected:
+    if actual != expected.crc:
         raise CorruptCheckpointError(
             f"{what} at byte {offset}: the stored bytes are not those that were written (CRC32C {actual:08x}, wanted "
-            f"{expected:08x}). Use another copy or an older checkpoint."
+            f"{expected.crc:08x}). Use another copy or an older checkpoint."
         )

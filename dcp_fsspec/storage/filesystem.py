@@ -30,7 +30,7 @@ from dcp_fsspec.storage.capabilities import Capabilities, capabilities_of
 from dcp_fsspec.storage.checksums import crc_of
 from dcp_fsspec.storage.location import normalize_root, normalize_url, redact, secrets_of
 from dcp_fsspec.storage.opening import open_filesystem
-from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS, Retries, expired
+from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS, Retries, expired, passes
 from dcp_fsspec.storage.translation import NO_SUCH_FILE, Translator
 
 logger = logging.getLogger(__name__)
@@ -328,11 +328,11 @@ class Store:
         try:
             self._move(temporary, name)
             return
-        except Exception:
+        except Exception as error:
             if self._exists(name) and self.fs.cat_file(self.path(name)) == data:
                 self.discard(temporary)  # It was copied, and only removing the source failed.
                 return
-            if not self._exists(name):
+            if not self._exists(name) or not _may_mean_exists(error):
                 raise
         # This filesystem does not move onto an existing file. The old one steps aside, and back if need be.
         aside = f"{name}.old-{secrets.token_hex(4)}"
@@ -432,3 +432,10 @@ class Store:
                 logger.info("%s: the credentials have expired, reading them again", self.url)
                 self._reconnect()
         return self._retries.call(self._where(name), counted)
+
+
+def _may_mean_exists(error: Exception) -> bool:
+    """Tell whether a failed move may have failed because its target exists, which filesystems say in many ways."""
+    if isinstance(error, OSError):
+        return error.errno in (None, errno.EEXIST)
+    return not passes(error)

@@ -5,6 +5,7 @@ memory is bounded however many there are. The first failure, or an interrupt, st
 waited for, and no thread outlives the call.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -15,6 +16,8 @@ from typing import Generic, TypeVar
 from dcp_fsspec.errors import ConfigurationError
 
 T = TypeVar("T")
+
+_POOL_NUMBERS = itertools.count()
 
 DEFAULT_BUDGET_BYTES = 256 << 20
 
@@ -66,7 +69,8 @@ class Transfer:
 
     @contextmanager
     def _pool(self) -> Iterator[ThreadPoolExecutor]:
-        pool = ThreadPoolExecutor(self._max_concurrency, thread_name_prefix="dcp_fsspec")
+        prefix = f"dcp_fsspec_{next(_POOL_NUMBERS)}"
+        pool = ThreadPoolExecutor(self._max_concurrency, thread_name_prefix=prefix)
         try:
             yield pool
         except BaseException:
@@ -74,6 +78,10 @@ class Transfer:
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+            # An interrupt in the middle of submit can make the pool forget a thread that it has started.
+            for thread in threading.enumerate():
+                if thread.name.startswith(f"{prefix}_"):
+                    thread.join()
 
     def _make_room(self, running: dict[Future[T], int], cost_bytes: int | None) -> None:
         """Wait until `cost_bytes` more fit beside `running`, or until all is done when it is None."""

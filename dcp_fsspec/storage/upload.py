@@ -12,17 +12,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_fsspec.errors import IncompatibleStateError
 from dcp_fsspec.storage import checksums
 from dcp_fsspec.storage.filesystem import Buffer, Store
-from dcp_fsspec.storage.framing import frame_tensor
+from dcp_fsspec.storage.framing import frame_tensor, template
 from dcp_fsspec.storage.splitting import Piece
 from dcp_fsspec.storage.torch_internals import StorageInfo, StreamTransformExtension
 
 
 @dataclass(frozen=True)
 class Written:
-    """One item's place and checksum, sent to the coordinator in ``WriteResult.storage_data``."""
+    """One item's place and record, sent to the coordinator in ``WriteResult.storage_data``."""
 
     info: StorageInfo
-    crc: int
+    record: checksums.ItemRecord
 
 
 class Upload:
@@ -48,8 +48,10 @@ class Upload:
             item_buffers = self._frame(item)
             length = sum(memoryview(buffer).nbytes for buffer in item_buffers)
             info = StorageInfo(self._name, offset, length, self._descriptors())
-            written = Written(info, checksums.crc_of(item_buffers))
-            crc = checksums.combine(crc, written.crc, length)
+            written = Written(
+                info, checksums.ItemRecord(checksums.crc_of(item_buffers), _payload_at(item, item_buffers))
+            )
+            crc = checksums.combine(crc, written.record.crc, length)
             results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=written))
             buffers.extend(item_buffers)
             offset += length
@@ -90,6 +92,14 @@ class Upload:
 
     def _descriptors(self) -> list[str] | None:
         return [extension.get_descriptor() for extension in reversed(self._extensions)] or None
+
+
+def _payload_at(item: WriteItem, buffers: Sequence[Buffer]) -> int:
+    """Return where the elements begin in the frame of exactly the tensor that the plan describes, or 0."""
+    if item.tensor_data is None or len(buffers) != 3:
+        return 0
+    made = template(item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes))
+    return len(made.head) if made is not None and made.head == buffers[0] else 0
 
 
 class _Uncloseable(io.BytesIO):

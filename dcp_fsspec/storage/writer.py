@@ -351,7 +351,7 @@ def _check_complete(dcp_metadata: Metadata, written: Mapping[Any, Written], url:
 
 
 def _section(written: Iterable[Written]) -> checksums.Section:
-    by_file: dict[str, list[tuple[int, int, int]]] = {}
+    by_file: dict[str, dict[tuple[int, int], checksums.ItemRecord]] = {}
     for one in written:
-        by_file.setdefault(one.info.relative_path, []).append((one.info.offset, one.info.length, one.crc))
+        by_file.setdefault(one.info.relative_path, {})[one.info.offset, one.info.length] = one.record
     return {name: checksums.FileChecksums.of_items(items) for name, items in by_file.items()}

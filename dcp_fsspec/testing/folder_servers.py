@@ -78,8 +78,9 @@ class RcloneServer(_S3Server):
     def _launch(self, program: str, folder: Path) -> None:
         command = [program, "serve", "s3", str(folder / "data"), "--addr", f"{_LOOPBACK}:0"]
         command += ["--config", os.devnull, "--cache-dir", str(folder / "cache")]
-        # Files that appear in the folder behind the server's back are to be seen at once.
-        command += ["--dir-cache-time", "0s", "--poll-interval", "0"]
+        # The server remembers folders; what is put there behind its back is seen after this time at the latest.
+        # With 0 it runs in circles.
+        command += ["--dir-cache-time", "1s"]
         environment = {"PATH": os.defpath, "HOME": str(folder), "TMPDIR": str(folder)}
         # By the environment, because others can read a command line. It is read as a line of comma-separated values.
         environment["RCLONE_AUTH_KEY"] = f'"{self.access_key},{self.secret_key}"'

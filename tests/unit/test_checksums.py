@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dcp_fsspec import CorruptCheckpointError
 from dcp_fsspec.storage import checksums
-from dcp_fsspec.storage.checksums import FileChecksums
+from dcp_fsspec.storage.checksums import FileChecksums, ItemRecord
 
 SAVE = checksums.new_save_id(fresh=False)
 
@@ -28,16 +28,16 @@ def test_joined_checksums(first: bytes, second: bytes) -> None:
 
 def test_a_file_has_the_checksum_of_its_items_in_order() -> None:
     texts = [b"abc", b"", b"defgh" * 1000]
-    items, offset = [], 0
+    items, offset = {}, 0
     for text in texts:
-        items.append((offset, len(text), crc32c(text)))
+        items[offset, len(text)] = ItemRecord(crc32c(text))
         offset += len(text)
-    record = FileChecksums.of_items(items[::-1])
+    record = FileChecksums.of_items(dict(reversed(items.items())))
     assert (record.num_bytes, record.crc) == (offset, crc32c(b"".join(texts)))
 
 
 def test_round_trip() -> None:
-    section = {"__0_0.distcp": FileChecksums.of_items([(0, 3, crc32c(b"abc"))])}
+    section = {"__0_0.distcp": FileChecksums.of_items({(0, 3): ItemRecord(crc32c(b"abc"), 2)})}
     data = checksums.encode(section, SAVE)
     assert checksums.decode(data, SAVE, "url") == section
     assert json.loads(data)["algorithm"] == "crc32c"
