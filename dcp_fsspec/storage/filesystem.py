@@ -396,6 +396,10 @@ class Store:
         try:
             self.remove(name)
         except DcpFsspecError as error:
+            # Not every filesystem says in its own words that there was nothing to remove.
+            with contextlib.suppress(Exception):
+                if not self._exists(name):
+                    return
             logger.warning("%s: left behind by a failed save: %s", self.url_of(name), error)
 
     # Errors ------------------------------------------------------------------------------------------

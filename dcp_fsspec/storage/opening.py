@@ -41,6 +41,10 @@ def open_filesystem(
         return fs, fs._strip_protocol(location)
     options = _with_defaults(location, dict(storage_options))
     fs, path = fsspec.core.url_to_fs(location, **options, **extra)
+    if "?" in location.partition("::")[0] and "?" not in path:
+        raise ConfigurationError(
+            f"{redact(location)}: {type(fs).__name__} drops what follows '?'. Choose another name."
+        )
     return look_through(fs, fs._strip_protocol(path), chained=True)
 
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcp_fsspec.errors import (
     CheckpointNotFoundError,
+    ConfigurationError,
     CorruptCheckpointError,
     DcpFsspecError,
     IncompatibleStateError,
@@ -287,8 +288,15 @@ class ItemReader:
     def _untransformed(self, target: _Target, data: Buffer) -> bytes:
         descriptors = getattr(target.info, "transform_descriptors", None) or ()
         stream: IO[bytes] = io.BytesIO(data)
+        try:
+            extensions = self._source.extension_registry.from_descriptor_list(descriptors)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{self._where(target)} was written through {', '.join(descriptors)}: {error}. Register what is missing "
+                "and pass it as extension_registry."
+            ) from error
         with self._decoding(target):
-            for extension in self._source.extension_registry.from_descriptor_list(descriptors):
+            for extension in extensions:
                 if isinstance(extension, StreamTransformExtension):
                     stream = extension.transform_from(stream)
             return stream.read(-1)

@@ -83,7 +83,8 @@ class Upload:
             return buffers
         raw = _Uncloseable()
         stream: Any = raw
-        for extension in self._extensions:
+        # The last one is nearest to the file: readers undo them in the order of the descriptors, which begin with it.
+        for extension in reversed(self._extensions):
             stream = extension.transform_to(stream)
         for buffer in buffers:
             stream.write(buffer)
