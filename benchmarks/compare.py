@@ -72,9 +72,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--scenarios", default=_DEFAULT_SCENARIOS, help=f"any of {','.join(SCENARIOS)} (default: %(default)s)"
-    )
+    add("--scenarios", default=_DEFAULT_SCENARIOS, help=f"any of {','.join(SCENARIOS)} (default: %(default)s)")
     add("--mib", type=int, default=128, help="size of the state (default: %(default)s)")
     add("--tensors", type=int, default=8, help="tensors in the state (default: %(default)s)")
     add("--partial", type=int, default=2, help="tensors that a partial load takes (default: %(default)s)")
@@ -133,9 +131,7 @@ def _without(candidates: tuple[Peer, ...], skipped: dict[str, str]) -> tuple[Pee
     return tuple(peer for peer in candidates if peer.name not in skipped)
 
 
-def _settings(
-    options: argparse.Namespace, s3_peers: tuple[Peer, ...], local_peers: tuple[Peer, ...]
-) -> Settings:
+def _settings(options: argparse.Namespace, s3_peers: tuple[Peer, ...], local_peers: tuple[Peer, ...]) -> Settings:
     # Four ranks divide the rows of each tensor.
     unit = 4 * _ROW_BYTES
     return Settings(
@@ -159,9 +155,7 @@ def _open_server(options: argparse.Namespace) -> Iterator[Site]:
     """Give a site on the user's server, or on a new one that keeps its data in memory where there is room."""
     if options.endpoint:
         prefix = f"s3://{options.bucket}/dcp-fsspec-bench-{uuid.uuid4().hex[:12]}"
-        yield Site(
-            prefix, options.endpoint, os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
-        )
+        yield Site(prefix, options.endpoint, os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"])
         return
     from dcp_fsspec.testing.servers import SeaweedServer
 
@@ -180,19 +174,15 @@ def _roomy_folder() -> Path | None:
 def _print_report(bench: Bench, before: dict[str, object], skipped: dict[str, str], seconds: float) -> None:
     settings = bench.settings
     state_mib = settings.num_tensors * settings.tensor_bytes / 2**20
-    print(
-        f"State: {settings.num_tensors} float32 tensors, {state_mib:g} MiB together; {settings.num_rounds} rounds."
-    )
-    limits = (
-        f"{settings.latency_seconds * 1e3:g} ms, {settings.rate_bytes_per_second / 1e6:g} MB/s a connection"
-    )
-    print(f"Link: {limits}. Measured in {seconds:.0f} s.\n")
-    print("Machine: " + ", ".join(f"{name} {value}" for name, value in before.items()), end="")
-    print(f" before, {os.getloadavg()[0]:.1f} after")
+    latency_ms, rate_mb = settings.latency_seconds * 1e3, settings.rate_bytes_per_second / 1e6
+    after = report.machine()
+    print(f"State: {settings.num_tensors} float32 tensors, {state_mib:g} MiB; {settings.num_rounds} rounds.")
+    print(f"Link: {latency_ms:g} ms, {rate_mb:g} MB/s a connection and way. Measured in {seconds:.0f} s.\n")
+    print("Machine: " + ", ".join(f"{name} {value}" for name, value in before.items()))
+    print("Afterwards: " + ", ".join(f"{name} {value}" for name, value in after.items() if value != before[name]))
     print("Versions: " + ", ".join(f"{name} {version}" for name, version in peers.versions().items()) + "\n")
     for name, reason in skipped.items():
-        print(f"Skipped {name}: {reason}")
-    print()
+        print(f"Skipped {name}: {reason}\n")
     print(report.markdown(bench.samples))
 
 

@@ -82,13 +82,15 @@ class LinkProcess:
 
     def snapshot(self) -> LinkCounters:
         """Return the counters as they are now."""
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None
+        assert self._process.stdin is not None
         self._process.stdin.write("counters\n")
         self._process.stdin.flush()
         return LinkCounters.from_json(self._read_line())
 
     def _read_line(self) -> str:
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process is not None
+        assert self._process.stdout is not None
         line = self._process.stdout.readline().strip()
         if not line:
             raise RuntimeError("the link's process has ended")

@@ -33,7 +33,7 @@ class Settings:
         num_tensors: tensors in the state.
         num_partial: tensors that a partial load takes.
         num_rounds: how often each operation is measured.
-        patience_seconds: an operation that took longer is not measured again.
+        patience_seconds: a peer with an operation that took longer runs no further round.
         latency_seconds: of the slow link, one round trip.
         rate_bytes_per_second: of the slow link, each direction of each connection.
         total_bytes_per_second: of the slow link, all connections; None for no limit.
@@ -124,7 +124,8 @@ class Bench:
         for round_number in range(num_rounds):
             site = base.child(f"{scenario}-{round_number}")
             for step in steps:
-                for peer in peers:
+                # Whoever runs second finds what the first left to do: write-back, garbage in the server.
+                for peer in peers if round_number % 2 == 0 else reversed(peers):
                     if peer.name in given_up:
                         continue
                     job = Job(
@@ -137,9 +138,7 @@ class Bench:
                         num_partial=self.settings.num_partial,
                         num_ranks=step.num_ranks,
                     )
-                    sample = Sample(
-                        scenario, step.label, peer.name, round_number, job.needed_bytes, timed=timed
-                    )
+                    sample = Sample(scenario, step.label, peer.name, round_number, job.needed_bytes, timed=timed)
                     sample = self.runner.run(job, sample, link)
                     self.samples.append(sample)
                     _tell(sample)

@@ -84,9 +84,7 @@ def run(job: Job, rank: int, wire: Connection) -> None:
         _quieten()
         job.site.export()
         outcome = _run(job, rank, wire)
-    except (
-        BaseException
-    ):  # torch's CheckpointException is no Exception, and the parent must learn of anything
+    except BaseException:  # torch's CheckpointException is no Exception, and the parent must learn of anything
         outcome = Outcome(error=traceback.format_exc())
     wire.send(outcome)
     wire.close()

@@ -35,6 +35,7 @@ class Capabilities:
         shard_bytes: Size at which shard files do best.
         max_concurrency: Requests in flight that do best.
         write_copies: How many copies of its data a write holds while it is sent.
+        read_copies: How many copies of what it returns a read holds at its end.
         read_options: Passed to each ``cat_file`` of a whole object.
         takes_crc32c: ``pipe_file`` takes the content's CRC32C, which the store then compares with what arrived.
     """
@@ -50,8 +51,13 @@ class Capabilities:
     shard_bytes: int = 8 << 20
     max_concurrency: int = 32
     write_copies: int = 2
+    read_copies: int = 1
     read_options: Mapping[str, Any] = field(default_factory=dict)
     takes_crc32c: bool = False
+
+    def threads_for(self, max_concurrency: int | None) -> int:
+        """Return how many threads to use when the caller asks for `max_concurrency`, or for what does best."""
+        return (max_concurrency or self.max_concurrency) if self.threads else 1
 
 
 _OBJECT_STORE = Capabilities(atomic_put=True, create_only=True, folders=False)
@@ -67,8 +73,9 @@ _BY_PACKAGE: Mapping[str, Capabilities] = {
     ),
     "gcsfs": _OBJECT_STORE,
     "adlfs": _OBJECT_STORE,
-    # obstore's fsspec layer takes mode="create" and overwrites.
-    "obstore": replace(_OBJECT_STORE, create_only=False, write_copies=1),
+    # obstore's fsspec layer takes mode="create" and overwrites; it sends more than 5 MiB in several requests; and what
+    # it reads is copied from Rust's memory into Python's.
+    "obstore": replace(_OBJECT_STORE, create_only=False, shard_bytes=9 << 19, write_copies=1, read_copies=2),
     "webdav4": Capabilities(max_concurrency=8),
     # sshfs takes start and end and returns the whole file.
     "sshfs": Capabilities(ranges=False, threads=False, max_concurrency=1),

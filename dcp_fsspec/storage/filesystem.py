@@ -184,6 +184,8 @@ class Store:
     def read_range(self, name: str, start: int, stop: int) -> Buffer:
         """Return the bytes [start, stop) of the file `name`, `stop` exclusive, exactly that many.
 
+        They are valid until the same thread reads again.
+
         Raises:
             CheckpointNotFoundError: there is no such file.
             CorruptCheckpointError: it ends before `stop`.

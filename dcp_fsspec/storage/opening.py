@@ -42,9 +42,7 @@ def open_filesystem(
     options = _with_defaults(location, dict(storage_options))
     fs, path = fsspec.core.url_to_fs(location, **options, **extra)
     if "?" in location.partition("::")[0] and "?" not in path:
-        raise ConfigurationError(
-            f"{redact(location)}: {type(fs).__name__} drops what follows '?'. Choose another name."
-        )
+        raise ConfigurationError(f"{redact(location)}: {type(fs).__name__} drops what follows '?'")
     return look_through(fs, fs._strip_protocol(path), chained=True)
 
 

@@ -19,6 +19,8 @@ MAX_WASTE = 0.02
 FETCH_BYTES = 8 << 20
 """Aimed size of one request: large enough to forget the latency, small enough for many at once."""
 
+_MIN_FETCH_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class Wanted(Generic[T]):
@@ -48,6 +50,11 @@ class Fetch(Generic[T]):
     def num_bytes(self) -> int:
         """Length of the range."""
         return self.stop - self.start
+
+
+def fetch_bytes_for(total_bytes: int, max_concurrency: int) -> int:
+    """Return the size of requests for a load of `total_bytes`, so that every connection gets its share."""
+    return min(FETCH_BYTES, max(_MIN_FETCH_BYTES, total_bytes // max_concurrency))
 
 
 def merge(wanted: Iterable[Wanted[T]], fetch_bytes: int = FETCH_BYTES) -> list[Fetch[T]]:

@@ -168,8 +168,7 @@ class FsspecStorageReader(StorageReader):
         begin = time.monotonic()
         if self._metadata is None:
             raise AssertionError("read_data comes after set_up_storage_reader")
-        capabilities = self._store.capabilities
-        threads = (self._max_concurrency or capabilities.max_concurrency) if capabilities.threads else 1
+        threads = self._store.capabilities.threads_for(self._max_concurrency)
         source = Source(
             store=self._store,
             metadata=self._metadata,

@@ -28,16 +28,18 @@ from dcp_fsspec.storage.byte_items import ByteItems
 from dcp_fsspec.storage.checksums import Section, check_item
 from dcp_fsspec.storage.filesystem import Buffer, Store
 from dcp_fsspec.storage.metadata import chunk_of
-from dcp_fsspec.storage.ranges import FETCH_BYTES, MAX_GAP_BYTES, Fetch, Wanted, envelope, merge
+from dcp_fsspec.storage.ranges import FETCH_BYTES, MAX_GAP_BYTES, Fetch, Wanted, envelope, fetch_bytes_for, merge
 from dcp_fsspec.storage.report import ReadReport
-from dcp_fsspec.storage.splitting import MAX_PIECE_BYTES, cut
+from dcp_fsspec.storage.splitting import cut
 from dcp_fsspec.storage.torch_internals import ExtensionRegistry, StorageInfo, StreamTransformExtension
 from dcp_fsspec.storage.transfer import Job, Transfer
 
 _WHOLE_ITEM_SHARE = 0.95
 """An item of which more than this share is wanted is read whole, and so can be checked."""
 
-_MAX_WHOLE_BYTES = 2 * MAX_PIECE_BYTES
+_WHOLE_FILE = 1 << 62
+
+_MAX_WHOLE_BYTES = 16 << 20
 """A larger item, of another writer, is read in groups of rows."""
 
 
@@ -216,10 +218,15 @@ class ItemReader:
     # Fetching --------------------------------------------------------------------------------------------
 
     def _fetch(self, wanted: Sequence[Wanted[Consumer]]) -> None:
-        fetch_bytes = FETCH_BYTES if self._source.store.capabilities.ranges else 1 << 62
-        fetches = merge(wanted, fetch_bytes)
+        capabilities = self._source.store.capabilities
+        total = sum(one.num_bytes for one in wanted)
+        fetches = merge(
+            wanted, fetch_bytes_for(total, self._transfer.max_concurrency) if capabilities.ranges else _WHOLE_FILE
+        )
         self._report.num_bytes += sum(fetch.num_bytes for fetch in fetches)
-        self._transfer.run(Job(fetch.num_bytes, functools.partial(self._run, fetch)) for fetch in fetches)
+        self._transfer.run(
+            Job(capabilities.read_copies * fetch.num_bytes, functools.partial(self._run, fetch)) for fetch in fetches
+        )
 
     def _run(self, fetch: Fetch[Consumer]) -> None:
         try:
@@ -292,8 +299,8 @@ class ItemReader:
             extensions = self._source.extension_registry.from_descriptor_list(descriptors)
         except ValueError as error:
             raise ConfigurationError(
-                f"{self._where(target)} was written through {', '.join(descriptors)}: {error}. Register what is missing "
-                "and pass it as extension_registry."
+                f"{self._where(target)} was written through {', '.join(descriptors)}: {error}. Register it "
+                "with a registry passed as extension_registry."
             ) from error
         with self._decoding(target):
             for extension in extensions:

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from dcp_fsspec.storage.framing import QUANTIZED
 
-MAX_PIECE_BYTES = 16 << 20
-"""Largest piece of a tensor that can be cut: what one thread holds in memory, and reads back, at a time."""
+MAX_PIECE_BYTES = 4 << 20
+"""Largest piece of a tensor that can be cut. It is the least that is read back as a whole, so it bounds how many
+connections can share a load: 32 of them a state of 128 MiB."""
 
 _MIN_REPLICATED_PIECE_BYTES = 2 << 20
 _REPLICATED_PIECES = 8
@@ -134,6 +135,14 @@ def cut(sizes: Sequence[int], itemsize: int, max_bytes: int) -> Iterator[tuple[t
                 (*outer, start, *(0 for _ in rest)),
                 (*ones, min(rows, sizes[axis] - start), *rest),
             )
+
+
+def file_bytes(total_bytes: int, shard_bytes: int, max_concurrency: int) -> int:
+    """Return the size of shard files for a rank that writes `total_bytes`.
+
+    Below what fills every connection twice, files become smaller than `shard_bytes`, down to one piece each.
+    """
+    return min(shard_bytes, max(MAX_PIECE_BYTES, total_bytes // (2 * max_concurrency)))
 
 
 def pack(sizes_bytes: Sequence[int], shard_bytes: int) -> list[range]:

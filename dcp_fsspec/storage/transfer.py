@@ -49,6 +49,11 @@ class Transfer:
         self._budget_bytes = budget_bytes
         self._stop = stop or threading.Event()
 
+    @property
+    def max_concurrency(self) -> int:
+        """Threads at most."""
+        return self._max_concurrency
+
     def run(self, jobs: Iterable[Job[T]]) -> list[T]:
         """Run all jobs and return their results in order.
 

@@ -93,7 +93,7 @@ def verify(
     check_limits(max_concurrency, memory_budget_bytes)
     begin = time.monotonic()
     store = Store(url, storage_options, filesystem, retry_seconds)
-    threads = (max_concurrency or store.capabilities.max_concurrency) if store.capabilities.threads else 1
+    threads = store.capabilities.threads_for(max_concurrency)
     dcp_metadata = read_metadata(store)
     section = read_checksums(store, dcp_metadata)
     report = VerifyReport(checksums="checked" if section is not None else "absent")

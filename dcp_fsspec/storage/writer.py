@@ -41,7 +41,7 @@ from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.location import checkpoint_id_text
 from dcp_fsspec.storage.report import SaveReport
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
-from dcp_fsspec.storage.splitting import item_bytes, pack, split_plan
+from dcp_fsspec.storage.splitting import file_bytes, item_bytes, pack, split_plan
 from dcp_fsspec.storage.torch_internals import StreamTransformExtension
 from dcp_fsspec.storage.transfer import DEFAULT_BUDGET_BYTES, Job, Transfer, check_limits
 from dcp_fsspec.storage.upload import Upload, Written
@@ -194,6 +194,15 @@ class FsspecStorageWriter(StorageWriter):
         """Aimed size of a shard file in bytes."""
         return self._shard_bytes or self._store.capabilities.shard_bytes
 
+    @property
+    def _threads(self) -> int:
+        return self._store.capabilities.threads_for(self._max_concurrency)
+
+    def _file_bytes(self, total_bytes: int) -> int:
+        if self._shard_bytes or self._store.capabilities.local:
+            return self.shard_bytes
+        return file_bytes(total_bytes, self.shard_bytes, self._threads)
+
     def _metadata_name(self) -> str:
         return metadata.file_name(None if self._use_collectives else self._rank)
 
@@ -234,7 +243,7 @@ class FsspecStorageWriter(StorageWriter):
         sizes = [item_bytes(item) + _FRAME_OVERHEAD_BYTES for item in plan.items]
         names: list[str] = []
         jobs = []
-        for number, members in enumerate(pack(sizes, self.shard_bytes)):
+        for number, members in enumerate(pack(sizes, self._file_bytes(sum(sizes)))):
             name = f"{naming.prefix}{number}{naming.suffix}{metadata.SHARD_SUFFIX}"
             items = [plan.items[member] for member in members]
             cost = sum(sizes[member] for member in members) * self._store.capabilities.write_copies
@@ -258,12 +267,10 @@ class FsspecStorageWriter(StorageWriter):
     def _run(self, jobs: list[Job[list[WriteResult]]], names: list[str]) -> list[WriteResult]:
         if not jobs:
             return []
-        capabilities = self._store.capabilities
-        threads = (self._max_concurrency or capabilities.max_concurrency) if capabilities.threads else 1
         self._store.prepare()
         try:
             with self._store.stoppable() as stop:
-                per_file = Transfer(threads, self._memory_budget_bytes, stop).run(jobs)
+                per_file = Transfer(self._threads, self._memory_budget_bytes, stop).run(jobs)
             self._store.flush()
         except BaseException:
             self._discard(names)

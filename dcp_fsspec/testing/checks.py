@@ -128,16 +128,27 @@ def stock_writer_is_read(target: Target) -> None:
     state = {**_shards(num=2), **_state()}
     failure = failure_of(lambda: save(state, storage_writer=_stock(target, "run", FsspecWriter, FileSystemWriter)))
     if failure is not None:
-        not_applicable(f"stock PyTorch cannot write here: {type(failure).__name__}: {failure}")
-    require_same(target.load("run", state), state)
+        not_applicable(f"stock PyTorch cannot write here: {_brief(failure)}")
+    failure = failure_of(lambda: require_same(target.load("run", state), state))
+    if failure is None:
+        return
+    loaded = blank(state)
+    stock_failure = failure_of(
+        lambda: load(loaded, storage_reader=_stock(target, "run", FsspecReader, FileSystemReader))
+    )
+    if stock_failure is not None:
+        not_applicable(f"stock PyTorch cannot read what it has written here: {_brief(stock_failure)}")
+    raise failure
+
+
+def _brief(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
 
 
 def _stock(target: Target, name: str, remote: Callable[..., Any], local: Callable[..., Any]) -> Any:
     url = target.below(name)
-    if is_local_path(url):
-        return local(url)
     if target.filesystem is None:
-        return remote(url, **(target.storage_options or {}))
+        return local(url) if is_local_path(url) else remote(url, **(target.storage_options or {}))
     # The stock classes take urls only; what they do with the filesystem stays their own.
     stock = remote("memory://")
     stock.fs.fs, stock.path = target.raw(name)

@@ -29,7 +29,7 @@ from fsspec import AbstractFileSystem
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_fsspec.testing.checks import CHECKS, Check
-from dcp_fsspec.testing.target import ConformanceError, NotApplicableError, Target
+from dcp_fsspec.testing.target import ConformanceError, NotApplicableError, Target, first_failure
 
 __all__ = [
     "CHECKS",
@@ -136,8 +136,8 @@ def run_check(check: Check, target: Target) -> CheckResult:
     except NotApplicableError as verdict:
         outcome, reason = "not applicable", str(verdict)
     except (Exception, CheckpointException) as failure:
-        outcome, error = "failed", failure
-        reason = str(failure) if isinstance(failure, ConformanceError) else f"{type(failure).__name__}: {failure}"
+        outcome, error = "failed", first_failure(failure)
+        reason = str(error) if isinstance(error, ConformanceError) else f"{type(error).__name__}: {error}"
     return CheckResult(check.__name__, outcome, reason, time.monotonic() - begin, error)
 
 

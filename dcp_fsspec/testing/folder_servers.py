@@ -148,8 +148,9 @@ class FtpServer(_Server):
         self._folder = Path(tempfile.mkdtemp(prefix="ftp-"))
         authorizer = DummyAuthorizer()
         authorizer.add_user(self.user, self.password, str(self._folder), perm="elradfmwMT")
-        # A class of its own: the settings of a server are attributes of its handler's class.
-        handler = type("Handler", (FTPHandler,), {"authorizer": authorizer})
+        # A class of its own: the settings of a server are attributes of its handler's class. With sendfile(2), a
+        # listing that is asked for right after a download breaks off at times (pyftpdlib 2.2.0).
+        handler = type("Handler", (FTPHandler,), {"authorizer": authorizer, "use_sendfile": False})
         self._server = FTPServer((_LOOPBACK, 0), handler)
         self._stopping.clear()
         self._thread = threading.Thread(target=self._serve, args=(self._server,), name="ftp-server", daemon=True)

@@ -172,15 +172,17 @@ def blank(like: Any) -> Any:
     return type(like)()
 
 
+def first_failure(error: BaseException) -> BaseException:
+    """Return the error of the first rank that failed, out of the exception in which torch gathers them."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
 def failure_of(call: Callable[[], object]) -> BaseException | None:
-    """Return what `call` raises, out of the exception in which torch gathers failures; None if it succeeds."""
+    """Return what `call` raises, None if it succeeds."""
     try:
         call()
-    except CheckpointException as error:
-        first: BaseException = next(iter(error.failures.values()))[0]
-        return first
-    except Exception as error:
-        return error
+    except (Exception, CheckpointException) as error:
+        return first_failure(error)
     return None
 
 

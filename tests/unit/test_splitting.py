@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from dcp_fsspec.storage.splitting import MAX_PIECE_BYTES, Piece, cut, item_bytes, pack, split_plan
+from dcp_fsspec.storage.splitting import MAX_PIECE_BYTES, Piece, cut, file_bytes, item_bytes, pack, split_plan
 
 MIB = 1 << 20
 
@@ -65,21 +65,33 @@ def test_no_piece_is_larger_than_the_limit_even_if_shard_files_are() -> None:
 
 
 def test_a_piece_of_a_shard_keeps_its_place_in_the_whole() -> None:
-    shard = item((8, MIB), offsets=(24, 0), whole=(32, MIB))
-    plan = split_plan(SavePlan([shard]), 8 * MIB, replicated=True)
+    shard = item((8, MIB // 4), offsets=(24, 0), whole=(32, MIB // 4))
+    plan = split_plan(SavePlan([shard]), 2 * MIB, replicated=True)
     chunks = [piece.tensor_data.chunk for piece in plan.items if piece.tensor_data]
     assert [tuple(chunk.offsets) for chunk in chunks] == [(24, 0), (26, 0), (28, 0), (30, 0)]
-    local = torch.arange(8).reshape(8, 1).expand(8, MIB)
+    local = torch.arange(8).reshape(8, 1).expand(8, MIB // 4)
     for piece, start in zip(plan.items, (0, 2, 4, 6), strict=True):
         assert isinstance(piece, Piece)
         assert torch.equal(piece.narrow(local), local[start : start + 2])
 
 
 def test_replicated_tensors_are_cut_finer_so_that_ranks_can_share_them() -> None:
-    alone = split_plan(SavePlan([item((4, MIB))]), 8 * MIB, replicated=False)
-    shared = split_plan(SavePlan([item((4, MIB))]), 8 * MIB, replicated=True)
+    alone = split_plan(SavePlan([item((8, MIB // 4))]), 8 * MIB, replicated=False)
+    shared = split_plan(SavePlan([item((8, MIB // 4))]), 8 * MIB, replicated=True)
     assert len(alone.items) == 2
-    assert len(shared.items) == 8
+    assert len(shared.items) == 4
+
+
+def test_a_row_that_is_too_large_is_cut_within() -> None:
+    plan = split_plan(SavePlan([item((2, 3 * MIB))]), 8 * MIB, replicated=False)
+    chunks = [tuple(piece.tensor_data.chunk.offsets) for piece in plan.items if piece.tensor_data]
+    assert chunks == [(0, 0), (0, MIB), (0, 2 * MIB), (1, 0), (1, MIB), (1, 2 * MIB)]
+
+
+def test_small_states_are_spread_over_the_connections() -> None:
+    assert file_bytes(1 << 40, 8 * MIB, 32) == 8 * MIB
+    assert file_bytes(320 * MIB, 8 * MIB, 32) == 5 * MIB
+    assert file_bytes(1, 8 * MIB, 32) == MAX_PIECE_BYTES
 
 
 def test_where_to_cut_depends_on_the_item_alone() -> None:
