@@ -122,14 +122,14 @@ def look_through(fs: AbstractFileSystem, path: str, *, chained: bool) -> tuple[A
     Args:
         fs: A filesystem, wrapped or not.
         path: A path on it.
-        chained: It was made from a chained url; then the folder of ``dir::`` is all of the path.
+        chained: It was made from a chained url; of ``dir::URL``, fsspec gives the folder twice.
     """
     while True:
         if isinstance(fs, CachingFileSystem):
             fs = fs.fs
             path = fs._strip_protocol(path)
         elif type(fs) is DirFileSystem:
-            path = fs.path if chained else fs._join(path)
+            path = fs.path if chained and path == fs.path else fs._join(path)
             fs = fs.fs
         else:
             return fs, path

@@ -29,6 +29,7 @@ from dcp_fsspec.storage import local
 from dcp_fsspec.storage.capabilities import Capabilities, capabilities_of
 from dcp_fsspec.storage.checksums import crc_of
 from dcp_fsspec.storage.location import normalize_root, normalize_url, redact, secrets_of
+from dcp_fsspec.storage.moving import move_over
 from dcp_fsspec.storage.opening import open_filesystem
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS, Retries, expired, passes
 from dcp_fsspec.storage.translation import NO_SUCH_FILE, Translator
@@ -86,6 +87,8 @@ class Store:
         if self.capabilities.local and "://" not in self._location:
             # A relative path means the folder of now, also after a chdir and in another process.
             self._location = self.root
+        if getattr(self._fs, "asynchronous", False):
+            raise ConfigurationError(f"{self.url}: pass a filesystem that was made with asynchronous=False")
         if not self.root and not self.capabilities.local:
             raise ConfigurationError(f"{self.url}: a bucket or a folder is missing in the url")
 
@@ -125,7 +128,8 @@ class Store:
     def url(self) -> str:
         """The folder as it was given, without secrets."""
         shown = redact(self._location, self._secrets)
-        return shown if shown.endswith("://") else shown.rstrip("/") or "/"
+        scheme, separator, rest = shown.partition("://")
+        return f"{scheme}{separator}{rest.rstrip('/')}" if separator else shown.rstrip("/") or "/"
 
     @property
     def num_requests(self) -> int:
@@ -201,8 +205,9 @@ class Store:
                 data: Buffer = local.read_range(self.path(name), start, stop)
             else:
                 data = self._cat(name, start=start, end=stop)
-        except OSError as error:
-            if error.errno == errno.EINVAL:  # s3fs: 416 InvalidRange
+        except Exception as error:
+            if not passes(error) and not isinstance(error, FileNotFoundError | PermissionError):
+                # Perhaps the range lies beyond the end, for which each library has an error of its own.
                 self._check_size(name, stop)
             raise
         if len(data) > stop - start:
@@ -321,38 +326,10 @@ class Store:
         temporary = f"{name}{_TEMPORARY_SUFFIX}{secrets.token_hex(4)}"
         try:
             self._put(temporary, [data], crc_of([data]))
-            self._move_over(temporary, name, data)
+            move_over(self.fs, self.path(temporary), self.path(name), data, own_mv=self.capabilities.moves)
         except BaseException:
             self.discard(temporary)
             raise
-
-    def _move_over(self, temporary: str, name: str, data: bytes) -> None:
-        try:
-            self._move(temporary, name)
-            return
-        except Exception as error:
-            if self._exists(name) and self.fs.cat_file(self.path(name)) == data:
-                self.discard(temporary)  # It was copied, and only removing the source failed.
-                return
-            if not self._exists(name) or not _may_mean_exists(error):
-                raise
-        # This filesystem does not move onto an existing file. The old one steps aside, and back if need be.
-        aside = f"{name}.old-{secrets.token_hex(4)}"
-        self._move(name, aside)
-        try:
-            self._move(temporary, name)
-        except BaseException:
-            self._move(aside, name)
-            raise
-        self.discard(aside)
-
-    def _move(self, source: str, target: str) -> None:
-        if self.capabilities.moves:
-            self.fs.mv(self.path(source), self.path(target))
-        else:
-            # fsspec's own mv reads [, ? and * as a pattern; these two do not.
-            self.fs.cp_file(self.path(source), self.path(target))
-            self.fs.rm_file(self.path(source))
 
     def _put(self, name: str, buffers: Sequence[Buffer], crc: int, *, create_only: bool = False) -> None:
         path = self.path(name)
@@ -438,10 +415,3 @@ class Store:
                 logger.info("%s: the credentials have expired, reading them again", self.url)
                 self._reconnect()
         return self._retries.call(self._where(name), counted)
-
-
-def _may_mean_exists(error: Exception) -> bool:
-    """Tell whether a failed move may have failed because its target exists, which filesystems say in many ways."""
-    if isinstance(error, OSError):
-        return error.errno in (None, errno.EEXIST)
-    return not passes(error)

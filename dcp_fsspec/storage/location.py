@@ -13,7 +13,10 @@ from dcp_fsspec.errors import ConfigurationError
 
 _SCHEME = re.compile(r"^(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
 _SWALLOWED_SLASH = re.compile(r"^(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]+):/(?!/)")
-_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
+_USERINFO = re.compile(
+    # user:password@ anywhere, a lone token@ in web addresses; not the container of abfs://container@account
+    r"(?<=://)[^/@\s:]*:[^/@\s]+@|(?<=http://)[^/@\s]+@|(?<=https://)[^/@\s]+@"
+)
 _SIGNED_QUERY = re.compile(
     r"(?i)\b(x-amz-[a-z\-]+|x-goog-[a-z\-]+|sig|signature|awsaccesskeyid|token|access_token)=[^&\s'\"]+"
 )
@@ -51,8 +54,9 @@ def normalize_url(url: str | os.PathLike[str]) -> str:
 
 def normalize_root(path: str) -> str:
     """Drop trailing slashes and empty segments of a filesystem path (it has no protocol)."""
-    lead = "/" if path.startswith("/") else ""
-    return lead + "/".join(segment for segment in path.split("/") if segment)
+    scheme, separator, rest = path.rpartition("://")  # http:// paths keep their protocol
+    lead = "/" if rest.startswith("/") and not separator else ""
+    return scheme + separator + lead + "/".join(segment for segment in rest.split("/") if segment)
 
 
 def is_safe_relative(name: str) -> bool:

@@ -186,7 +186,10 @@ class ItemReader:
         """Cut what is wanted of an item into groups of rows of about one fetch each."""
         item, itemsize = target.item, target.dtype.itemsize
         self._report.num_unverified += 1
-        for offsets, lengths in cut(item.lengths, itemsize, FETCH_BYTES):
+        whole = envelope(target.sizes, item.storage_offsets, item.lengths, itemsize)
+        # What is fetched for a group is its envelope, which for columns is much larger than the group.
+        group_bytes = FETCH_BYTES * math.prod(item.lengths) * itemsize // (whole.stop - whole.start)
+        for offsets, lengths in cut(item.lengths, itemsize, max(1, group_bytes)):
             in_storage = [a + b for a, b in zip(item.storage_offsets, offsets, strict=True)]
             in_target = [a + b for a, b in zip(item.dest_offsets, offsets, strict=True)]
             box = envelope(target.sizes, in_storage, lengths, itemsize)

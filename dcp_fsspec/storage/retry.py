@@ -43,6 +43,7 @@ _PASSING_CLASSES = {
     # The libraries that these come from are optional, so they are known by name: package and class.
     ("aiohttp", "ClientConnectionError"),
     ("aiohttp", "ClientPayloadError"),
+    ("botocore", "ConnectionError"),
     ("botocore", "HTTPClientError"),
     ("botocore", "ResponseStreamingError"),
     ("httpx", "TransportError"),

@@ -10,62 +10,27 @@ The calls that DCP makes, in order, and where they run::
     finish                 coordinator    checksums.json, then .metadata: the commit; then old files go
 """
 
-import dataclasses
-import errno
-import logging
 import os
-import secrets
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch.distributed as dist
 from fsspec import AbstractFileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_fsspec.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    ConfigurationError,
-    CorruptCheckpointError,
-    DcpFsspecError,
-    StorageReadError,
-    StorageWriteError,
-    UnsafeCheckpointError,
-)
-from dcp_fsspec.storage import checksums, metadata
+from dcp_fsspec.errors import ConfigurationError
 from dcp_fsspec.storage.filesystem import Store
-from dcp_fsspec.storage.location import checkpoint_id_text
 from dcp_fsspec.storage.report import SaveReport
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
-from dcp_fsspec.storage.splitting import file_bytes, item_bytes, pack, split_plan
+from dcp_fsspec.storage.saving import Save, SaveOptions
 from dcp_fsspec.storage.torch_internals import StreamTransformExtension
-from dcp_fsspec.storage.transfer import DEFAULT_BUDGET_BYTES, Job, Transfer, check_limits
-from dcp_fsspec.storage.upload import Upload, Written
-
-logger = logging.getLogger(__name__)
+from dcp_fsspec.storage.transfer import DEFAULT_BUDGET_BYTES, check_limits
 
 _MIN_SHARD_BYTES = 64 << 10
 _MAX_SHARD_BYTES = 4 << 30
-_FRAME_OVERHEAD_BYTES = 2048
-
-
-@dataclasses.dataclass(frozen=True)
-class _Naming:
-    """What a rank and the coordinator tell each other in ``SavePlan.storage_data`` about one save.
-
-    Attributes:
-        token: Made by the rank for this save. A plan that a planner kept from an earlier save carries an old one.
-        prefix: Set by the coordinator: how the rank's shard files begin.
-        suffix: Set by the coordinator: how they end, before the extension.
-    """
-
-    token: str
-    prefix: str = ""
-    suffix: str = ""
 
 
 class FsspecStorageWriter(StorageWriter):
@@ -112,25 +77,34 @@ class FsspecStorageWriter(StorageWriter):
                 f"shard_bytes must be between {_MIN_SHARD_BYTES} and {_MAX_SHARD_BYTES}, got {shard_bytes}"
             )
         check_limits(max_concurrency, memory_budget_bytes)
+        self._options = SaveOptions(
+            shard_bytes, max_concurrency, memory_budget_bytes, overwrite=overwrite, extensions=tuple(extensions)
+        )
         self._store = Store(url, storage_options, filesystem, retry_seconds)
-        self._shard_bytes = shard_bytes
-        self._max_concurrency = max_concurrency
-        self._memory_budget_bytes = memory_budget_bytes
-        self._overwrite = overwrite
-        self._extensions = tuple(extensions)
-        self._rank: int | None = None
-        self._use_collectives = True
-        self._is_coordinator = False
-        self._begin()
+        self._current = _Current()
+        self.last_report = SaveReport()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_current": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._current = _Current()
+
+    @property
+    def _save(self) -> Save:
+        """The save that the calling thread is at.
+
+        DCP makes all calls of one save in one thread, and saves in the background may overlap.
+        """
+        if self._current.save is None:
+            self._begin()
+        assert self._current.save is not None
+        return self._current.save
 
     def _begin(self) -> None:
-        self._under_way = False
-        self._save_id = checksums.new_save_id(fresh=True)
-        self._token = secrets.token_hex(4)
-        self._old_files: frozenset[str] = frozenset()
-        self._requests_before = self._store.num_requests
-        self._retries_before = self._store.num_retries
-        self.last_report = SaveReport()
+        self._current.save = Save(self._store, self._options)
+        self._current.under_way = False
 
     # Called on every rank --------------------------------------------------------------------------------
 
@@ -140,28 +114,27 @@ class FsspecStorageWriter(StorageWriter):
             self._store = self._store.at(checkpoint_id)
         self._begin()
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn this rank's part in the save that begins."""
-        if self._under_way:
-            self._begin()
-        self._under_way = True
-        self._is_coordinator = is_coordinator
-        self._rank = kwargs.get("rank")
-        self._use_collectives = kwargs.get("use_collectives", True)
-
     def storage_meta(self) -> StorageMeta:
         """Return where and in which save ``.metadata`` will be written. DCP asks first thing in each save."""
-        if self._under_way:
+        if self._current.under_way:
             self._begin()
-        return self._storage_meta()
+        return self._save.storage_meta
 
-    def _storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn this rank's part in the save that begins."""
+        if self._current.under_way:
+            self._begin()
+        self._save.set_up(
+            is_coordinator=is_coordinator,
+            rank=kwargs.get("rank"),
+            use_collectives=kwargs.get("use_collectives", True),
+        )
+        self._current.under_way = True
 
     @property
     def checkpoint_id(self) -> str:
         """The checkpoint's url, without secrets."""
-        return checkpoint_id_text(self._store.url)
+        return self._save.url
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -179,58 +152,7 @@ class FsspecStorageWriter(StorageWriter):
             CheckpointExistsError: a checkpoint does, and overwriting is not allowed.
             StorageReadError: that could not be found out.
         """
-        if self._is_coordinator or not self._use_collectives:
-            stands = self._look()
-            # Stock names only where no other save can meet this one. Where overwriting is not allowed, another writer
-            # may still come first, and without collectives each rank is a save of its own.
-            alone = not stands and self._overwrite and self._use_collectives
-            self._save_id = checksums.new_save_id(fresh=not alone)
-        replicated = self._use_collectives and dist.is_available() and dist.is_initialized()
-        plan = split_plan(plan, self.shard_bytes, replicated=replicated and dist.get_world_size() > 1)
-        return dataclasses.replace(plan, storage_data=_Naming(self._token))
-
-    @property
-    def shard_bytes(self) -> int:
-        """Aimed size of a shard file in bytes."""
-        return self._shard_bytes or self._store.capabilities.shard_bytes
-
-    @property
-    def _threads(self) -> int:
-        return self._store.capabilities.threads_for(self._max_concurrency)
-
-    def _file_bytes(self, total_bytes: int) -> int:
-        if self._shard_bytes or self._store.capabilities.local:
-            return self.shard_bytes
-        return file_bytes(total_bytes, self.shard_bytes, self._threads)
-
-    def _metadata_name(self) -> str:
-        return metadata.file_name(None if self._use_collectives else self._rank)
-
-    def _look(self) -> bool:
-        """Tell whether a checkpoint stands at the url, and note the files that it consists of."""
-        name = self._metadata_name()
-        try:
-            data = self._store.read(name)
-        except CheckpointNotFoundError:
-            return False
-        except StorageReadError as error:
-            if self._overwrite and error.errno == errno.EACCES:
-                # Some stores say so of a missing object too. Fresh names are right in either case.
-                logger.warning("%s; the save goes on under fresh names", error)
-                return True
-            raise
-        if not self._overwrite:
-            raise CheckpointExistsError(
-                f"a checkpoint stands at {self._store.url} already; save to another url, or pass overwrite=True"
-            )
-        try:
-            old = metadata.decode(data, self._store.url_of(name))
-        except (CorruptCheckpointError, UnsafeCheckpointError) as error:
-            logger.warning("overwriting a checkpoint that cannot be read, its files will stay: %s", error)
-            return True
-        old_checksums = checksums.file_name(metadata.save_id_of(old))
-        self._old_files = frozenset(metadata.shard_files(old) | ({old_checksums} if old_checksums else set()))
-        return True
+        return self._save.prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into shard files, all or none.
@@ -238,69 +160,16 @@ class FsspecStorageWriter(StorageWriter):
         Raises:
             StorageWriteError: the first write that failed; this rank's files are gone again.
         """
-        begin = time.monotonic()
-        naming = self._naming(plan)
-        sizes = [item_bytes(item) + _FRAME_OVERHEAD_BYTES for item in plan.items]
-        names: list[str] = []
-        jobs = []
-        for number, members in enumerate(pack(sizes, self._file_bytes(sum(sizes)))):
-            name = f"{naming.prefix}{number}{naming.suffix}{metadata.SHARD_SUFFIX}"
-            items = [plan.items[member] for member in members]
-            cost = sum(sizes[member] for member in members) * self._store.capabilities.write_copies
-            names.append(name)
-            jobs.append(Job(cost, Upload(self._store, name, items, planner, self._extensions)))
-        results = self._run(jobs, names)
-        if len(results) != len(plan.items):
-            raise StorageWriteError(f"{self._store.url}: {len(plan.items)} items were planned, {len(results)} written")
-        self.last_report = SaveReport(
-            num_files=len(names),
-            num_items=len(results),
-            num_bytes=sum(result.size_in_bytes for result in results),
-            seconds=time.monotonic() - begin,
-            num_requests=self._store.num_requests - self._requests_before,
-            num_retries=self._store.num_retries - self._retries_before,
-        )
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result(self._save.write_data(plan, planner))
+        self.last_report = self._save.report
         return future
-
-    def _run(self, jobs: list[Job[list[WriteResult]]], names: list[str]) -> list[WriteResult]:
-        if not jobs:
-            return []
-        self._store.prepare()
-        try:
-            with self._store.stoppable() as stop:
-                per_file = Transfer(self._threads, self._memory_budget_bytes, stop).run(jobs)
-            self._store.flush()
-        except BaseException:
-            self._discard(names)
-            raise
-        return [result for results in per_file for result in results]
-
-    def _naming(self, plan: SavePlan) -> _Naming:
-        """Return how this rank's files are named.
-
-        Stock names only if the coordinator said in this very save that nothing stands at the url: a plan that the
-        planner kept from an earlier save says nothing about this one.
-        """
-        naming = plan.storage_data
-        if isinstance(naming, _Naming) and naming.token == self._token and naming.prefix:
-            return naming
-        prefix = "__" if self._rank is None else f"__{self._rank}_"
-        return _Naming(self._token, prefix, f"_{self._token}")
 
     # Called on the coordinator only ----------------------------------------------------------------------
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the shard files: stock names for a first save, names never used before for any other."""
-        suffix = checksums.name_suffix(self._save_id)
-        named = []
-        for number, plan in enumerate(plans):
-            rank = number if self._use_collectives or self._rank is None else self._rank
-            token = plan.storage_data.token if isinstance(plan.storage_data, _Naming) else ""
-            naming = _Naming(token, f"__{rank}_", suffix)
-            named.append(dataclasses.replace(plan, storage_data=naming))
-        return named
+        return self._save.prepare_global_plan(plans)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: all shard files of all ranks are durable, now one write makes them a checkpoint.
@@ -309,56 +178,13 @@ class FsspecStorageWriter(StorageWriter):
             StorageWriteError: nothing was committed.
             CheckpointExistsError: another writer was faster and overwriting is not allowed.
         """
-        written = {result.index: cast(Written, result.storage_data) for of_rank in results for result in of_rank}
-        names = {one.info.relative_path for one in written.values()}
-        checksums_name = checksums.file_name(self._save_id) or checksums.FILE_NAME
-        try:
-            _check_complete(metadata, written, self._store.url)
-            self._store.prepare()
-            self._store.swap(checksums_name, checksums.encode(_section(written.values()), self._save_id))
-        except BaseException:
-            self._discard(names)
-            raise
-        try:
-            self._commit(metadata, written)
-        except CheckpointExistsError:
-            # Another save holds the place for certain; nothing will ever refer to these fresh names.
-            self._discard({*names, checksums_name})
-            raise
-        self._remove_old({*names, checksums_name})
-        self.last_report.num_requests = self._store.num_requests - self._requests_before
-        self.last_report.num_retries = self._store.num_retries - self._retries_before
-
-    def _discard(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._store.discard(name)
-
-    def _commit(self, dcp_metadata: Metadata, written: Mapping[Any, Written]) -> None:
-        storage_data = {index: one.info for index, one in written.items()}
-        content = metadata.encode(dcp_metadata, storage_data, self._storage_meta())
-        # The commit: before this write there is the old checkpoint or none, after it the new one. Should it fail,
-        # the shard files stay: a write that timed out may still arrive, and must not find them gone.
-        self._store.swap(self._metadata_name(), content, create_only=not self._overwrite)
-        self._store.flush()
-
-    def _remove_old(self, current: set[str]) -> None:
-        for name in sorted(self._old_files - current):
-            try:
-                self._store.remove(name)
-            except DcpFsspecError as error:
-                logger.warning("the new checkpoint is committed, but a file of the old one stays: %s", error)
+        self._save.finish(metadata, results)
+        self.last_report = self._save.report
 
 
-def _check_complete(dcp_metadata: Metadata, written: Mapping[Any, Written], url: str) -> None:
-    planned = sum(len(getattr(one, "chunks", ("bytes",))) for one in dcp_metadata.state_dict_metadata.values())
-    if planned != len(written):
-        raise StorageWriteError(
-            f"{url}: {planned} items belong to the checkpoint and {len(written)} were written; nothing was committed"
-        )
+class _Current(threading.local):
+    """What each thread is at."""
 
-
-def _section(written: Iterable[Written]) -> checksums.Section:
-    by_file: dict[str, dict[tuple[int, int], checksums.ItemRecord]] = {}
-    for one in written:
-        by_file.setdefault(one.info.relative_path, {})[one.info.offset, one.info.length] = one.record
-    return {name: checksums.FileChecksums.of_items(items) for name, items in by_file.items()}
+    def __init__(self) -> None:
+        self.save: Save | None = None
+        self.under_way = False

@@ -1,0 +1,285 @@
+"""One save on one rank: what stands at the url, how files are named, the upload, the commit.
+
+`FsspecStorageWriter` makes one `Save` for each save and hands DCP's calls on to it.
+"""
+
+import dataclasses
+import errno
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_fsspec.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DcpFsspecError,
+    StorageReadError,
+    StorageWriteError,
+    UnsafeCheckpointError,
+)
+from dcp_fsspec.storage import checksums, metadata
+from dcp_fsspec.storage.filesystem import Store
+from dcp_fsspec.storage.location import checkpoint_id_text
+from dcp_fsspec.storage.report import SaveReport
+from dcp_fsspec.storage.splitting import file_bytes, item_bytes, pack, split_plan
+from dcp_fsspec.storage.torch_internals import StreamTransformExtension
+from dcp_fsspec.storage.transfer import Job, Transfer
+from dcp_fsspec.storage.upload import Upload, Written
+
+logger = logging.getLogger(__name__)
+
+_FRAME_OVERHEAD_BYTES = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveOptions:
+    """Settings of a save; see `FsspecStorageWriter`."""
+
+    shard_bytes: int | None
+    max_concurrency: int | None
+    memory_budget_bytes: int
+    overwrite: bool
+    extensions: Sequence[StreamTransformExtension]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Naming:
+    """What a rank and the coordinator tell each other in ``SavePlan.storage_data`` about one save.
+
+    Attributes:
+        token: Made by the rank for this save. A plan that a planner kept from an earlier save carries an old one.
+        prefix: Set by the coordinator: how the rank's shard files begin.
+        suffix: Set by the coordinator: how they end, before the extension.
+    """
+
+    token: str
+    prefix: str = ""
+    suffix: str = ""
+
+
+class Save:
+    """One save on one rank.
+
+    Args:
+        store: The checkpoint's folder.
+        options: Settings.
+    """
+
+    def __init__(self, store: Store, options: SaveOptions) -> None:
+        self.store = store
+        self.report = SaveReport()
+        self._options = options
+        self._threads = store.capabilities.threads_for(options.max_concurrency)
+        self._shard_bytes = options.shard_bytes or store.capabilities.shard_bytes
+        self._save_id = checksums.new_save_id(fresh=True)
+        self._token = secrets.token_hex(4)
+        self._old_files: frozenset[str] = frozenset()
+        self._rank: int | None = None
+        self._use_collectives = True
+        self._is_coordinator = False
+        self._requests_before = store.num_requests
+        self._retries_before = store.num_retries
+
+    @property
+    def url(self) -> str:
+        """The checkpoint's url, without secrets."""
+        return checkpoint_id_text(self.store.url)
+
+    @property
+    def storage_meta(self) -> StorageMeta:
+        """What ``.metadata`` says about where and in which save it was written."""
+        return StorageMeta(checkpoint_id=self.url, save_id=self._save_id)
+
+    # On every rank ---------------------------------------------------------------------------------------
+
+    def set_up(self, *, is_coordinator: bool, rank: int | None, use_collectives: bool) -> None:
+        """Learn this rank's part."""
+        self._is_coordinator, self._rank, self._use_collectives = is_coordinator, rank, use_collectives
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Cut what is large; on the coordinator also look what stands at the url.
+
+        Raises:
+            CheckpointExistsError: a checkpoint does, and overwriting is not allowed.
+            StorageReadError: that could not be found out.
+        """
+        if self._is_coordinator or not self._use_collectives:
+            stands = self._look()
+            # Stock names only where no other save can meet this one. Where overwriting is not allowed, another writer
+            # may still come first, and without collectives each rank is a save of its own.
+            alone = not stands and self._options.overwrite and self._use_collectives
+            self._save_id = checksums.new_save_id(fresh=not alone)
+        replicated = self._use_collectives and dist.is_available() and dist.is_initialized()
+        plan = split_plan(plan, self._shard_bytes, replicated=replicated and dist.get_world_size() > 1)
+        return dataclasses.replace(plan, storage_data=_Naming(self._token))
+
+    def _metadata_name(self) -> str:
+        return metadata.file_name(None if self._use_collectives else self._rank)
+
+    def _look(self) -> bool:
+        """Tell whether a checkpoint stands at the url, and note the files that it consists of."""
+        name = self._metadata_name()
+        try:
+            data = self.store.read(name)
+        except CheckpointNotFoundError:
+            return False
+        except StorageReadError as error:
+            if self._options.overwrite and error.errno == errno.EACCES:
+                # Some stores say so of a missing object too. Fresh names are right in either case.
+                logger.warning("%s; the save goes on under fresh names", error)
+                return True
+            raise
+        if not self._options.overwrite:
+            raise CheckpointExistsError(
+                f"a checkpoint stands at {self.store.url} already; save to another url, or pass overwrite=True"
+            )
+        try:
+            old = metadata.decode(data, self.store.url_of(name))
+        except (CorruptCheckpointError, UnsafeCheckpointError) as error:
+            logger.warning("overwriting a checkpoint that cannot be read, its files will stay: %s", error)
+            return True
+        old_checksums = checksums.file_name(metadata.save_id_of(old))
+        self._old_files = frozenset(metadata.shard_files(old) | ({old_checksums} if old_checksums else set()))
+        return True
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Write this rank's items into shard files, all or none.
+
+        Raises:
+            StorageWriteError: the first write that failed; this rank's files are gone again.
+        """
+        begin = time.monotonic()
+        naming = self._naming(plan)
+        sizes = [item_bytes(item) + _FRAME_OVERHEAD_BYTES for item in plan.items]
+        names: list[str] = []
+        jobs = []
+        for number, members in enumerate(pack(sizes, self._file_bytes(sum(sizes)))):
+            name = f"{naming.prefix}{number}{naming.suffix}{metadata.SHARD_SUFFIX}"
+            items = [plan.items[member] for member in members]
+            cost = sum(sizes[member] for member in members) * self.store.capabilities.write_copies
+            names.append(name)
+            jobs.append(Job(cost, Upload(self.store, name, items, planner, self._options.extensions)))
+        results = self._run(jobs, names)
+        if len(results) != len(plan.items):
+            raise StorageWriteError(f"{self.store.url}: {len(plan.items)} items were planned, {len(results)} written")
+        self.report = SaveReport(
+            num_files=len(names),
+            num_items=len(results),
+            num_bytes=sum(result.size_in_bytes for result in results),
+            seconds=time.monotonic() - begin,
+            num_requests=self.store.num_requests - self._requests_before,
+            num_retries=self.store.num_retries - self._retries_before,
+        )
+        return results
+
+    def _file_bytes(self, total_bytes: int) -> int:
+        if self._options.shard_bytes or self.store.capabilities.local:
+            return self._shard_bytes
+        return file_bytes(total_bytes, self._shard_bytes, self._threads)
+
+    def _run(self, jobs: list[Job[list[WriteResult]]], names: list[str]) -> list[WriteResult]:
+        if not jobs:
+            return []
+        self.store.prepare()
+        try:
+            with self.store.stoppable() as stop:
+                per_file = Transfer(self._threads, self._options.memory_budget_bytes, stop).run(jobs)
+            self.store.flush()
+        except BaseException:
+            self._discard(names)
+            raise
+        return [result for results in per_file for result in results]
+
+    def _naming(self, plan: SavePlan) -> _Naming:
+        """Return how this rank's files are named.
+
+        Stock names only if the coordinator said in this very save that nothing stands at the url: a plan that the
+        planner kept from an earlier save says nothing about this one.
+        """
+        naming = plan.storage_data
+        if isinstance(naming, _Naming) and naming.token == self._token and naming.prefix:
+            return naming
+        prefix = "__" if self._rank is None else f"__{self._rank}_"
+        return _Naming(self._token, prefix, f"_{self._token}")
+
+    # On the coordinator only -----------------------------------------------------------------------------
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name the shard files: stock names for a first save, names never used before for any other."""
+        suffix = checksums.name_suffix(self._save_id)
+        named = []
+        for number, plan in enumerate(plans):
+            rank = number if self._use_collectives or self._rank is None else self._rank
+            token = plan.storage_data.token if isinstance(plan.storage_data, _Naming) else ""
+            naming = _Naming(token, f"__{rank}_", suffix)
+            named.append(dataclasses.replace(plan, storage_data=naming))
+        return named
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit: all shard files of all ranks are durable, now one write makes them a checkpoint.
+
+        Raises:
+            StorageWriteError: nothing was committed.
+            CheckpointExistsError: another writer was faster and overwriting is not allowed.
+        """
+        written = {result.index: cast(Written, result.storage_data) for of_rank in results for result in of_rank}
+        names = {one.info.relative_path for one in written.values()}
+        checksums_name = checksums.file_name(self._save_id) or checksums.FILE_NAME
+        try:
+            _check_complete(metadata, written, self.store.url)
+            self.store.prepare()
+            self.store.swap(checksums_name, checksums.encode(_section(written.values()), self._save_id))
+        except BaseException:
+            self._discard(names)
+            raise
+        try:
+            self._commit(metadata, written)
+        except CheckpointExistsError:
+            # Another save holds the place for certain; nothing will ever refer to these fresh names.
+            self._discard({*names, checksums_name})
+            raise
+        self._remove_old({*names, checksums_name})
+        self.report.num_requests = self.store.num_requests - self._requests_before
+        self.report.num_retries = self.store.num_retries - self._retries_before
+
+    def _discard(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.store.discard(name)
+
+    def _commit(self, dcp_metadata: Metadata, written: Mapping[Any, Written]) -> None:
+        storage_data = {index: one.info for index, one in written.items()}
+        content = metadata.encode(dcp_metadata, storage_data, self.storage_meta)
+        # The commit: before this write there is the old checkpoint or none, after it the new one. Should it fail,
+        # the shard files stay: a write that timed out may still arrive, and must not find them gone.
+        self.store.swap(self._metadata_name(), content, create_only=not self._options.overwrite)
+        self.store.flush()
+
+    def _remove_old(self, current: set[str]) -> None:
+        for name in sorted(self._old_files - current):
+            try:
+                self.store.remove(name)
+            except DcpFsspecError as error:
+                logger.warning("the new checkpoint is committed, but a file of the old one stays: %s", error)
+
+
+def _check_complete(dcp_metadata: Metadata, written: Mapping[Any, Written], url: str) -> None:
+    planned = sum(len(getattr(one, "chunks", ("bytes",))) for one in dcp_metadata.state_dict_metadata.values())
+    if planned != len(written):
+        raise StorageWriteError(
+            f"{url}: {planned} items belong to the checkpoint and {len(written)} were written; nothing was committed"
+        )
+
+
+def _section(written: Iterable[Written]) -> checksums.Section:
+    by_file: dict[str, dict[tuple[int, int], checksums.ItemRecord]] = {}
+    for one in written:
+        by_file.setdefault(one.info.relative_path, {})[one.info.offset, one.info.length] = one.record
+    return {name: checksums.FileChecksums.of_items(items) for name, items in by_file.items()}
