@@ -59,11 +59,19 @@ def seaweed_store(seaweed: SeaweedServer, seaweed_client: Any) -> Iterator[S3Sto
     store.close()
 
 
-@pytest.fixture
-def proxy(seaweed: SeaweedServer) -> Iterator[FaultProxy]:
-    """A fault proxy in front of the real S3 server."""
+@pytest.fixture(scope="session")
+def running_proxy(seaweed: SeaweedServer) -> Iterator[FaultProxy]:
+    """One proxy for the whole run: each address of its own would cost every client a session of its own."""
     with FaultProxy(seaweed.endpoint_url) as running:
         yield running
+
+
+@pytest.fixture
+def proxy(running_proxy: FaultProxy) -> Iterator[FaultProxy]:
+    """A fault proxy in front of the real S3 server, without rules and with an empty log."""
+    running_proxy.clear()
+    yield running_proxy
+    running_proxy.clear()
 
 
 @pytest.fixture

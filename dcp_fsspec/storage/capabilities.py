@@ -91,6 +91,10 @@ _UNKNOWN_SYNC = Capabilities(threads=False, max_concurrency=1)
 
 def capabilities_of(fs: AbstractFileSystem) -> Capabilities:
     """Look `fs` up; what is not in the table gets the most careful row that fits."""
+    if isinstance(fs, DirFileSystem):
+        # A subclass (plain ones are looked through): its own methods, the promises of what is behind it.
+        inner = capabilities_of(fs.fs)
+        return Capabilities(max_concurrency=4, moves=True) if inner.local else inner
     row = _row_of(fs)
     # webdav4's own mv hands on to the one of fsspec.
     own_mv = type(fs).mv is not AbstractFileSystem.mv and not type(fs).__module__.startswith("webdav4")

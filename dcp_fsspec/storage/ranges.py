@@ -19,7 +19,7 @@ MAX_WASTE = 0.02
 FETCH_BYTES = 8 << 20
 """Aimed size of one request: large enough to forget the latency, small enough for many at once."""
 
-_MIN_FETCH_BYTES = 1 << 20
+_MIN_FETCH_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)

@@ -147,9 +147,11 @@ def _brief(error: BaseException) -> str:
 
 def _stock(target: Target, name: str, remote: Callable[..., Any], local: Callable[..., Any]) -> Any:
     url = target.below(name)
-    if target.filesystem is None:
-        return local(url) if is_local_path(url) else remote(url, **(target.storage_options or {}))
-    # The stock classes take urls only; what they do with the filesystem stays their own.
+    if is_local_path(url) and target.filesystem is None:
+        return local(url)
+    if target.filesystem is None and "::" not in url:
+        return remote(url, **(target.storage_options or {}))
+    # The stock classes take urls only, and chained ones hardly; what they do with the filesystem stays their own.
     stock = remote("memory://")
     stock.fs.fs, stock.path = target.raw(name)
     return stock

@@ -111,9 +111,11 @@ def check_filesystem(
         checks: Which checks to run, by name.
         forbidden: Characters that names on this store cannot have.
     """
-    by_url = isinstance(filesystem_or_url, str)
-    base = f"{filesystem_or_url.rstrip('/')}/{root.strip('/')}" if by_url else root.rstrip("/")
-    filesystem = None if by_url else filesystem_or_url
+    if isinstance(filesystem_or_url, str):
+        slash = "" if filesystem_or_url.endswith("/") else "/"
+        base, filesystem = f"{filesystem_or_url}{slash}{root.strip('/')}".rstrip("/"), None
+    else:
+        base, filesystem = root.rstrip("/"), filesystem_or_url
     folder = Target(f"{base}/conformance-{uuid.uuid4().hex[:8]}", storage_options, filesystem, forbidden=forbidden)
     results = []
     try:

@@ -48,7 +48,11 @@ def _ways(store: S3Store) -> dict[str, tuple[Any, dict[str, Any], str]]:
     chained = {"s3": options}
     return {
         "options": (users, {"storage_options": options}, store.url),
-        "cache asked for": (fsspec.filesystem("s3", **asked_for_cache), {"storage_options": asked_for_cache}, store.url),
+        "cache asked for": (
+            fsspec.filesystem("s3", **asked_for_cache),
+            {"storage_options": asked_for_cache},
+            store.url,
+        ),
         "filesystem": (users, {"filesystem": users}, store.url),
         "folder of it": (users, {"filesystem": wrapped}, ""),
         "simplecache": (users, {"storage_options": chained}, f"simplecache::{store.url}"),
@@ -133,11 +137,11 @@ def test_a_missing_bucket_is_named_and_not_created(store: S3Store) -> None:
     assert bucket not in {one["Name"] for one in store.client.list_buckets()["Buckets"]}
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3:///", "memory://", "gs://"])
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "memory://", "memory:///"])
 def test_a_url_without_a_bucket_is_refused_at_once(url: str) -> None:
     """With the url as it was given."""
     for end in (FsspecStorageWriter, FsspecStorageReader):
-        with pytest.raises(ConfigurationError, match=url):
+        with pytest.raises(ConfigurationError, match=url.rstrip("/") + "//"):
             end(url)
 
 

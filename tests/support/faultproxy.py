@@ -139,10 +139,14 @@ class FaultProxy:
         return rule
 
     def clear(self) -> None:
-        """Forget all rules and the log."""
+        """Forget all rules and the log, and let go of requests held by `Stall`."""
         with self._lock:
+            stalls = list(self._stalls)
             self._rules.clear()
+            self._stalls.clear()
             self._log.clear()
+        for stall in stalls:
+            stall.released.set()
 
     def start(self) -> Self:
         self._server = _Listener(("127.0.0.1", 0), self._handle)

@@ -202,6 +202,7 @@ def _execute(rank: int, world_size: int, pickled_task: bytes) -> Outcome:
             world_size=world_size,
             timeout=datetime.timedelta(seconds=task.timeout_seconds),
         )
+        dist.barrier()  # A rank that is through at once must not leave while others are still connecting.
         started = time.monotonic()
         value = task.function(rank, *task.arguments)
     except BaseException as error:  # torch's CheckpointException is no Exception

@@ -31,6 +31,7 @@ def world(rank: int, num_ranks: int, rendezvous: str) -> Iterator[bool]:
         Whether this rank is in the new world; if not, there is no process group at all.
     """
     if dist.is_initialized():
+        dist.barrier()  # others may still be connecting to us
         dist.destroy_process_group()
     inside = rank < num_ranks
     if inside:
@@ -39,6 +40,8 @@ def world(rank: int, num_ranks: int, rendezvous: str) -> Iterator[bool]:
         )
     try:
         yield inside
+        if inside:
+            dist.barrier()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -69,6 +72,8 @@ def full_tensors(*, seed: int = 0, large_rows: int = 800) -> dict[str, torch.Ten
         "fewer_rows_than_ranks": (1, 4),
         "wide": (3, 7),
         "deep": (6, 5, 4),
+        "no_rows": (0, 3),
+        "two_long_rows": (2, 40_000),
         "large": (large_rows, 701),
     }
     tensors = {name: random_tensor(*shape, seed=seed + number) for number, (name, shape) in enumerate(shapes.items())}
@@ -101,4 +106,3 @@ def blank(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def rank_of_file(name: str) -> int:
     """Return which rank wrote the shard file `name`."""
     return int(name.removeprefix("__").split("_")[0])
-

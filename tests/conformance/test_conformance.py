@@ -1,0 +1,67 @@
+"""The shipped conformance suite over every kind of store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_fsspec import ConfigurationError, StorageReadError
+from dcp_fsspec.testing.conformance import CHECKS, Check, Target, run_check
+from dcp_fsspec.testing.servers import MotoServer
+from support.stores import S3Store, Store
+from support.targets import StoreTarget
+
+every_check = pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
+
+
+def _run(check: Check, target: Target) -> None:
+    result = run_check(check, target)
+    if result.outcome == "not applicable":
+        pytest.skip(result.reason)
+    if result.outcome == "failed":
+        raise AssertionError(result.reason) from result.error
+
+
+@every_check
+def test_every_store_passes(check: Check, store: Store) -> None:
+    # httpx, and so webdav4, takes neither ? nor # in a path.
+    _run(check, StoreTarget(store, forbidden="?#" if store.url.startswith("webdav") else ""))
+
+
+@every_check
+def test_an_odd_filesystem_is_slower_and_not_wrong(check: Check, odd_target: StoreTarget) -> None:
+    _run(check, odd_target)
+
+
+@pytest.mark.parametrize("name", ["overwrite_replaces", "overwritten_by_another"])
+def test_a_cache_in_front_of_s3_hides_no_overwrite(
+    name: str, moto_server: MotoServer, moto_client: Any, tmp_path: Path
+) -> None:
+    store = S3Store(moto_client, moto_server.bucket)
+    store.url = f"simplecache::{store.url}"
+    store.storage_options = {
+        "s3": moto_server.storage_options(),
+        "simplecache": {"cache_storage": str(tmp_path / "cache")},
+    }
+    _run(CHECKS[name], StoreTarget(store))
+    for file in store.raw_list():
+        store.raw_delete(file)
+
+
+@pytest.mark.parametrize(("store", "error"), [("webdav", StorageReadError)], ids=["webdav"], indirect=["store"])
+def test_a_name_that_the_store_cannot_have_is_refused_before_anything_is_written(
+    store: Store, error: type[Exception]
+) -> None:
+    target = StoreTarget(store)
+    result = run_check(lambda to: to.save("a?c", {"step": 1}), target)
+    assert isinstance(result.error, error)
+    assert store.raw_list() == {}
+
+
+@pytest.mark.parametrize("odd_target", ["ftp"], indirect=True)
+def test_a_url_that_fsspec_would_cut_is_refused(odd_target: StoreTarget) -> None:
+    with pytest.raises(ConfigurationError):
+        odd_target.writer("a?c")
+    assert odd_target.raw_list() == {}
