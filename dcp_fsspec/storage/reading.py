@@ -107,8 +107,10 @@ class ItemReader:
 
     def read(self, items: Sequence[ReadItem]) -> ReadReport:
         """Fill the planner's targets; see `FsspecStorageReader.read_data` for what it raises."""
-        targets = [self._locate(item) for item in items]
-        self._report.num_items = len(targets)
+        targets = [self._locate(item) for item in items if not _wants_nothing(item)]
+        for item in filter(_wants_nothing, items):
+            self._deliver(item, torch.empty(tuple(item.lengths)))
+        self._report.num_items = len(items)
         self._report.num_bytes_needed = sum(target.num_bytes_needed for target in targets)
         in_part = [target for target in targets if self._wants_rows(target)]
         by_rows = self._with_known_heads(in_part)
@@ -329,6 +331,10 @@ class ItemReader:
             ) from error
         with self._planner_lock:
             self._planner.commit_tensor(item, destination)
+
+
+def _wants_nothing(item: ReadItem) -> bool:
+    return item.type != LoadItemType.BYTE_IO and 0 in item.lengths
 
 
 class _Decoding:
