@@ -100,14 +100,14 @@ class Outcome:
 def save(state: dict[str, Any], job: Job) -> Transfer:
     """Save `state` to the store. Called by every rank."""
     writer = FsspecStorageWriter(job.url, storage_options=job.storage_options)
-    seconds = timed(lambda: dcp.save(state, storage_writer=writer))  # type: ignore[attr-defined]
+    seconds = timed(lambda: dcp.save(state, storage_writer=writer))
     return summed_up(writer.last_report, seconds)
 
 
 def load(state: dict[str, Any], job: Job) -> Transfer:
     """Load the checkpoint into `state`, however many ranks wrote it. Called by every rank."""
     reader = FsspecStorageReader(job.url, storage_options=job.storage_options)
-    seconds = timed(lambda: dcp.load(state, storage_reader=reader))  # type: ignore[attr-defined]
+    seconds = timed(lambda: dcp.load(state, storage_reader=reader))
     return summed_up(reader.last_report, seconds)
 
 
@@ -116,7 +116,7 @@ def load_with_stock_torch(state: dict[str, Any], job: Job) -> Transfer:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     reader = FsspecReader(job.url, **job.storage_options)
-    seconds = timed(lambda: dcp.load(state, storage_reader=reader))  # type: ignore[attr-defined]
+    seconds = timed(lambda: dcp.load(state, storage_reader=reader))
     return Transfer(None, None, seconds)
 
 

@@ -32,6 +32,7 @@ class Capabilities:
         of_process: What is written is seen by this process alone.
         folders: Folders have to be made before files can be put in them. Never true of a store with buckets:
             making a "folder" there could create a bucket.
+        forbidden: Characters that names cannot have: the client would read them as something else.
         shard_bytes: Size at which shard files do best.
         max_concurrency: Requests in flight that do best.
         write_copies: How many copies of its data a write holds while it is sent.
@@ -48,6 +49,7 @@ class Capabilities:
     moves: bool = False
     of_process: bool = False
     folders: bool = True
+    forbidden: str = ""
     shard_bytes: int = 8 << 20
     max_concurrency: int = 32
     write_copies: int = 2
@@ -76,7 +78,7 @@ _BY_PACKAGE: Mapping[str, Capabilities] = {
     # obstore's fsspec layer takes mode="create" and overwrites; it sends more than 5 MiB in several requests; and what
     # it reads is copied from Rust's memory into Python's.
     "obstore": replace(_OBJECT_STORE, create_only=False, shard_bytes=9 << 19, write_copies=1, read_copies=2),
-    "webdav4": Capabilities(max_concurrency=8),
+    "webdav4": Capabilities(max_concurrency=8, forbidden="%?#"),
     # sshfs takes start and end and returns the whole file.
     "sshfs": Capabilities(ranges=False, threads=False, max_concurrency=1),
 }

@@ -89,6 +89,10 @@ class Store:
             self._location = self.root
         if getattr(self._fs, "asynchronous", False):
             raise ConfigurationError(f"{self.url}: pass a filesystem that was made with asynchronous=False")
+        forbidden = sorted(set(self.root) & set(self.capabilities.forbidden))
+        if forbidden:
+            client = type(self._fs).__name__
+            raise ConfigurationError(f"{self.url}: {client} cannot have {' '.join(forbidden)} in a name")
         if not self.root and not self.capabilities.local:
             raise ConfigurationError(f"{self.url}: a bucket or a folder is missing in the url")
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any, Self
 
@@ -137,9 +138,12 @@ class FtpServer(_Server):
     def start(self) -> Self:
         """Start the server; it answers when this returns."""
         try:
-            from pyftpdlib.authorizers import DummyAuthorizer
-            from pyftpdlib.handlers import FTPHandler
-            from pyftpdlib.servers import FTPServer
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # asyncore, before Python 3.12
+                from pyftpdlib.authorizers import DummyAuthorizer
+                from pyftpdlib.handlers import FTPHandler
+                from pyftpdlib.ioloop import IOLoop
+                from pyftpdlib.servers import FTPServer
         except ImportError as error:
             raise RuntimeError("FtpServer needs: python -m pip install pyftpdlib") from error
         # Without a handler of its own, the server would set up logging for the whole process, a line for each command.
@@ -151,7 +155,8 @@ class FtpServer(_Server):
         # A class of its own: the settings of a server are attributes of its handler's class. With sendfile(2), a
         # listing that is asked for right after a download breaks off at times (pyftpdlib 2.2.0).
         handler = type("Handler", (FTPHandler,), {"authorizer": authorizer, "use_sendfile": False})
-        self._server = FTPServer((_LOOPBACK, 0), handler)
+        # Of its own as well, or two servers of a process would share one loop.
+        self._server = FTPServer((_LOOPBACK, 0), handler, ioloop=IOLoop())
         self._stopping.clear()
         self._thread = threading.Thread(target=self._serve, args=(self._server,), name="ftp-server", daemon=True)
         self._thread.start()
