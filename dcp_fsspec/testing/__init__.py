@@ -1,1 +1,1 @@
-"""Helpers for testing this package and storage backends: real servers on loopback ports."""
+"""For whoever tests a storage backend: a conformance suite, a filesystem that fails on demand, real servers."""
