@@ -57,4 +57,4 @@ def demo(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Compare with stock PyTorch and s3torchconnector. Arguments after `--` go to the benchmark."""
     install(session, ".", groups=("test", "peers"))
-    session.run("python", "-m", "benchmarks", *session.posargs)
+    session.run("python", "-m", "benchmarks.compare", *session.posargs)

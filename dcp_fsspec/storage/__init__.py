@@ -2,9 +2,13 @@
 
 Data flows one way::
 
-    save   writer -> splitting (plan) -> framing (bytes) -> transfer (threads, budget) -> filesystem (publish)
-    load   reader -> ranges (plan) -> transfer -> filesystem (read) -> framing (tensors)
+    save   writer -> saving -> splitting (plan) -> upload -> framing (bytes) -> transfer (threads) -> filesystem
+    load   reader -> opened (.metadata) -> reading -> ranges (plan) -> transfer -> filesystem -> framing (tensors)
 
-``metadata`` and ``checksums`` are the two small files beside the shard files; ``safe_pickle`` opens the first
-of them without running anything. Knows nothing of iterations or of training.
+``writer`` and ``reader`` are DCP's protocol, ``saving`` and ``reading`` the work behind it. ``metadata`` and
+``checksums`` are the two small files beside the shard files; ``safe_pickle`` and ``pickle_scan`` open the first of
+them without running anything, ``byte_items`` does the same for Python values. ``filesystem`` is the one way to
+storage: ``opening`` and ``location`` read urls, ``capabilities`` says what a store can be trusted with, ``local`` and
+``moving`` do what fsspec cannot, ``retry`` and ``translation`` deal with its errors. Knows nothing of iterations or of
+training.
 """

@@ -78,6 +78,9 @@ _BY_PACKAGE: Mapping[str, Capabilities] = {
     # obstore's fsspec layer takes mode="create" and overwrites; it sends more than 5 MiB in several requests; and what
     # it reads is copied from Rust's memory into Python's.
     "obstore": replace(_OBJECT_STORE, create_only=False, shard_bytes=9 << 19, write_copies=1, read_copies=2),
+    "ossfs": replace(_OBJECT_STORE, create_only=False),
+    "ocifs": replace(_OBJECT_STORE, create_only=False),
+    "tosfs": replace(_OBJECT_STORE, create_only=False),
     "webdav4": Capabilities(max_concurrency=8, forbidden="%?#"),
     # sshfs takes start and end and returns the whole file.
     "sshfs": Capabilities(ranges=False, threads=False, max_concurrency=1),

@@ -7,6 +7,7 @@ write of ``.metadata`` swaps shard files and checksums together, and no two save
 
 import functools
 import json
+import re
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ FILE_NAME = "checksums.json"
 
 _PREFIX = "dcp_fsspec-"
 _FRESH_PREFIX = "dcp_fsspec-fresh-"
+_SAVE_ID = re.compile(rf"(?:{_PREFIX}|{_FRESH_PREFIX})[0-9a-f\-]{{36}}")
 
 _FORMAT_VERSION = 1
 _POLYNOMIAL = 0x82F63B78
@@ -90,13 +92,25 @@ class FileChecksums:
 
     @classmethod
     def of_items(cls, items: Mapping[tuple[int, int], ItemRecord]) -> "FileChecksums":
-        """Make the record of a file from those of its items, which fill it without gaps."""
+        """Make the record of a file from those of its items.
+
+        Raises:
+            ValueError: they do not fill it without gaps.
+        """
         crc = end = 0
         for (offset, length), item in sorted(items.items(), key=lambda entry: entry[0]):
             if offset != end:
-                raise AssertionError(f"items leave a gap or overlap at byte {end}")
+                raise ValueError(f"items leave a gap or overlap at byte {end}")
             crc, end = combine(crc, item.crc, length), offset + length
         return cls(end, crc, items)
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether the record of the file is what those of its items make."""
+        try:
+            return self == FileChecksums.of_items(self.items)
+        except ValueError:
+            return False
 
 
 Section = Mapping[str, FileChecksums]
@@ -119,7 +133,7 @@ def name_suffix(save_id: str) -> str:
 
 def file_name(save_id: str | None) -> str | None:
     """Return the name of the file with the checksums of the save `save_id`, or None if others wrote it."""
-    if save_id is None or not save_id.startswith(_PREFIX):
+    if save_id is None or not _SAVE_ID.fullmatch(save_id):
         return None
     stem, _, extension = FILE_NAME.partition(".")
     return f"{stem}{name_suffix(save_id)}.{extension}"

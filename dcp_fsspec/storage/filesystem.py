@@ -6,11 +6,12 @@ A `Store` is one checkpoint folder.
 import base64
 import contextlib
 import errno
+import functools
 import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import fsspec
@@ -32,6 +33,7 @@ from dcp_fsspec.storage.location import normalize_root, normalize_url, redact, s
 from dcp_fsspec.storage.moving import move_over
 from dcp_fsspec.storage.opening import open_filesystem
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS, Retries, expired, passes
+from dcp_fsspec.storage.transfer import Job, Transfer
 from dcp_fsspec.storage.translation import NO_SUCH_FILE, Translator
 
 logger = logging.getLogger(__name__)
@@ -360,30 +362,39 @@ class Store:
         if self.capabilities.local:
             self._writing("", lambda: local.sync_folder(self.root))
 
-    def remove(self, name: str) -> None:
-        """Remove the file `name`; one that is gone already is fine.
+    def remove_all(self, names: Iterable[str], why: str) -> None:
+        """Remove files on the way out, in parallel and without patience. What stays is logged, with `why`.
 
-        Raises:
-            StorageWriteError: it is still there.
+        One that is gone already is fine. When the store does not answer, the rest is left: nothing refers to it.
         """
-
-        def remove() -> None:
-            with contextlib.suppress(*NO_SUCH_FILE):
-                # rm_file takes the path literally, where rm would read [, ? and * as a pattern.
-                self.fs.rm_file(self.path(name))
-
-        self._writing(name, remove)
-
-    def discard(self, name: str) -> None:
-        """Remove what a failed operation left, on the way out with its error. A failure is logged."""
+        left = sorted(names)
+        transfer = Transfer(self.capabilities.threads_for(None), budget_bytes=1 << 62)
         try:
-            self.remove(name)
+            transfer.run(Job(0, functools.partial(self._remove_now, name)) for name in left)
         except DcpFsspecError as error:
+            logger.warning("%s: %s: of %d files, some stay: %s", self.url, why, len(left), error)
+
+    def _remove_now(self, name: str) -> None:
+        try:
+            with self._errors.translated("write", self._where(name)):
+                self._remove(name)
+        except DcpFsspecError:
             # Not every filesystem says in its own words that there was nothing to remove.
             with contextlib.suppress(Exception):
                 if not self._exists(name):
                     return
-            logger.warning("%s: left behind by a failed save: %s", self.url_of(name), error)
+            raise
+
+    def _remove(self, name: str) -> None:
+        with self._lock:
+            self._requests += 1
+        with contextlib.suppress(*NO_SUCH_FILE):
+            # rm_file takes the path literally, where rm would read [, ? and * as a pattern.
+            self.fs.rm_file(self.path(name))
+
+    def discard(self, name: str) -> None:
+        """Remove what a failed operation left, on the way out with its error. A failure is logged."""
+        self.remove_all([name], "left behind by a failed save")
 
     # Errors ------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ import torch
 from torch.serialization import skip_data
 
 from dcp_fsspec.errors import IncompatibleStateError
+from dcp_fsspec.storage.scratch import HostCopies
 
 Buffer = bytes | bytearray | memoryview
 
@@ -124,11 +125,15 @@ def payload_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def frame_tensor(tensor: torch.Tensor) -> list[Buffer]:
+def frame_tensor(tensor: torch.Tensor, copies: HostCopies | None = None) -> list[Buffer]:
     """Return the buffers of the frame of `tensor`.
 
     Accelerator tensors are copied to the host; views are compacted to the elements they show, never the storage
     behind them.
+
+    Args:
+        tensor: What to frame. Its own memory is pointed into if it is contiguous and on the host.
+        copies: Where to put a copy that is needed otherwise.
 
     Raises:
         IncompatibleStateError: a tensor that could not be loaded again.
@@ -140,11 +145,24 @@ def frame_tensor(tensor: torch.Tensor) -> list[Buffer]:
     tensor = tensor.detach()
     if not _is_plain(tensor):
         return [_frame_by_torch(tensor.cpu())]
-    tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    if not is_framed_in_place(tensor):
+        tensor = (copies or HostCopies(memoryview(b""))).copy(tensor)
     made = template(tensor.dtype, tuple(tensor.shape))
     if made is not None:
         return [made.head, payload_of(tensor), made.tail]
     return [_frame_by_torch(tensor.clone())]
+
+
+def is_framed_in_place(tensor: object) -> bool:
+    """Tell whether a frame points into the memory of `tensor` itself, so that no copy is made."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.layout == torch.strided
+        and _is_plain(tensor.detach())
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def _frame_by_torch(tensor: torch.Tensor) -> bytes:

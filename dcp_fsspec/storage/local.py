@@ -3,8 +3,9 @@
 import contextlib
 import os
 import secrets
-import threading
 from collections.abc import Iterator, Sequence
+
+from dcp_fsspec.storage.scratch import Scratch
 
 Buffer = bytes | bytearray | memoryview
 
@@ -75,19 +76,10 @@ def read(path: str) -> bytes:
         return file.readall()
 
 
-class _Scratch(threading.local):
-    """A buffer of each thread, used again: memory that is touched for the first time costs more than the read."""
+_MAX_SCRATCH_BYTES = 16 << 20
+"""Larger reads, of unusual checkpoints, get a buffer that goes again."""
 
-    def __init__(self) -> None:
-        self.buffer = bytearray()
-
-    def view(self, size: int) -> memoryview:
-        if len(self.buffer) < size:
-            self.buffer = bytearray(size)
-        return memoryview(self.buffer)[:size]
-
-
-_scratch = _Scratch()
+_scratch = Scratch()
 
 
 def read_range(path: str, start: int, stop: int) -> memoryview:
@@ -98,7 +90,8 @@ def read_range(path: str, start: int, stop: int) -> memoryview:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # Nothing is allocated for bytes that are not there, whatever a checkpoint claims.
-        view = _scratch.view(max(0, min(stop, os.fstat(descriptor).st_size) - start))
+        size = max(0, min(stop, os.fstat(descriptor).st_size) - start)
+        view = _scratch.take(size) if size <= _MAX_SCRATCH_BYTES else memoryview(bytearray(size))
         filled = 0
         while filled < len(view):
             count = os.preadv(descriptor, [view[filled:]], start + filled)

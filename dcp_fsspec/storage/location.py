@@ -13,6 +13,7 @@ from dcp_fsspec.errors import ConfigurationError
 
 _SCHEME = re.compile(r"^(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
 _SWALLOWED_SLASH = re.compile(r"^(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]+):/(?!/)")
+_SWALLOWED_IN_PATH = re.compile(r"/(?P<scheme>s3a?|gc?s|abfss?|az|https?|memory|webdav|sftp):/(?!/)")
 _USERINFO = re.compile(
     # user:password@ anywhere, a lone token@ in web addresses; not the container of abfs://container@account
     r"(?<=://)[^/@\s:]*:[^/@\s]+@|(?<=http://)[^/@\s]+@|(?<=https://)[^/@\s]+@"
@@ -35,8 +36,10 @@ def normalize_url(url: str | os.PathLike[str]) -> str:
     text = os.fspath(url)
     if not isinstance(text, str) or not text.strip():
         raise ConfigurationError(f"a checkpoint needs a url or a path, got {url!r}")
-    swallowed = _SWALLOWED_SLASH.match(text)
-    if swallowed and not os.path.isabs(text):
+    swallowed = next(filter(None, map(_SWALLOWED_SLASH.match, text.split("::"))), None)
+    if swallowed is None and os.path.isabs(text):
+        swallowed = _SWALLOWED_IN_PATH.search(text)
+    if swallowed:
         scheme = swallowed["scheme"]
         raise ConfigurationError(
             f"{text!r} has one slash after '{scheme}:': a path library (pathlib, os.path.normpath) swallowed the "

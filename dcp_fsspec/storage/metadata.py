@@ -63,7 +63,8 @@ def decode(data: bytes, where: str) -> Metadata:
 
 def save_id_of(metadata: Metadata) -> str | None:
     """Return the id of the save that wrote `metadata`, if it has one."""
-    return getattr(getattr(metadata, "storage_meta", None), "save_id", None)
+    save_id = getattr(getattr(metadata, "storage_meta", None), "save_id", None)
+    return save_id if isinstance(save_id, str) else None
 
 
 def shard_files(metadata: Metadata) -> set[str]:

@@ -2,11 +2,14 @@
 
 import contextlib
 import errno
+import logging
 import secrets
 
 from fsspec import AbstractFileSystem
 
 from dcp_fsspec.storage.retry import passes
+
+logger = logging.getLogger(__name__)
 
 
 def move_over(fs: AbstractFileSystem, source: str, target: str, data: bytes, *, own_mv: bool) -> None:
@@ -24,6 +27,11 @@ def move_over(fs: AbstractFileSystem, source: str, target: str, data: bytes, *, 
     """
     try:
         _move(fs, source, target, own_mv)
+        return
+    except NotImplementedError:
+        logger.warning("%s can neither move nor copy: %s is written in place", type(fs).__name__, target)
+        fs.pipe_file(target, data)
+        fs.rm_file(source)
         return
     except Exception as error:
         there = bool(fs.exists(target))

@@ -11,8 +11,8 @@ from dcp_fsspec.storage.filesystem import Store
 logger = logging.getLogger(__name__)
 
 
-def read_metadata(store: Store, rank: int | None = None) -> Metadata:
-    """Return the checked metadata of a checkpoint, or of one rank's part of it.
+def read_metadata(store: Store, rank: int | None = None) -> tuple[Metadata, int]:
+    """Return the checked metadata of a checkpoint, or of one rank's part of it, and the CRC32C of its file.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -24,7 +24,7 @@ def read_metadata(store: Store, rank: int | None = None) -> Metadata:
         data = store.read(name)
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(f"there is no checkpoint at {store.url}: {error}") from error.__cause__
-    return metadata.decode(data, store.url_of(name))
+    return metadata.decode(data, store.url_of(name)), checksums.crc_of([data])
 
 
 def read_checksums(store: Store, dcp_metadata: Metadata) -> checksums.Section | None:

@@ -115,3 +115,13 @@ def envelope(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     last = first + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
     return Envelope(first * itemsize, (last + 1) * itemsize, tuple(strides))
+
+
+def contiguous_run(sizes: Sequence[int], lengths: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """Return how many bytes of a box lie together in a tensor of shape `sizes`, and how many others then follow."""
+    run = itemsize
+    for size, length in zip(reversed(sizes), reversed(lengths), strict=True):
+        run *= length
+        if length != size:
+            return run, run // length * (size - length)
+    return run, 0

@@ -5,11 +5,11 @@ The calls that DCP makes, in order, all on every rank::
     reset                  another checkpoint begins, perhaps at another url
     read_metadata          .metadata, opened by an allow-list
     set_up_storage_reader  checksums.json
-    prepare_local_plan     (nothing to change)
+    prepare_local_plan     which .metadata this rank has read; the coordinator compares
     read_data              merge ranges, fetch, check, decode, copy into the target tensors
 """
 
-import logging
+import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_fsspec.errors import CheckpointNotFoundError, ConfigurationError, DcpFsspecError
+from dcp_fsspec.errors import CheckpointNotFoundError, ConfigurationError, DcpFsspecError, StorageReadError
 from dcp_fsspec.storage import checksums, metadata
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.location import checkpoint_id_text
@@ -31,8 +31,6 @@ from dcp_fsspec.storage.report import ReadReport
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
 from dcp_fsspec.storage.torch_internals import ExtensionRegistry, called_by_dcp_load
 from dcp_fsspec.storage.transfer import DEFAULT_BUDGET_BYTES, Transfer, check_limits
-
-logger = logging.getLogger(__name__)
 
 Verify = Literal["read", "off", "full"]
 
@@ -86,6 +84,7 @@ class FsspecStorageReader(StorageReader):
     def _begin(self) -> None:
         self._metadata: Metadata | None = None
         self._checksums: checksums.Section | None = None
+        self._fingerprint = 0
         self._failure: DcpFsspecError | None = None
         self._requests_before = self._store.num_requests
         self._retries_before = self._store.num_retries
@@ -107,7 +106,7 @@ class FsspecStorageReader(StorageReader):
         """Tell whether this class could read from `checkpoint_id`."""
         try:
             Store(checkpoint_id)
-        except ConfigurationError:
+        except DcpFsspecError:
             return False
         return True
 
@@ -122,7 +121,8 @@ class FsspecStorageReader(StorageReader):
         self._begin()
         deferrable = called_by_dcp_load() and not kwargs
         try:
-            return read_metadata(self._store, kwargs.get("rank"))
+            dcp_metadata, self._fingerprint = read_metadata(self._store, kwargs.get("rank"))
+            return dcp_metadata
         except DcpFsspecError as error:
             if not deferrable or self._has_metadata_per_rank(error):
                 raise
@@ -149,11 +149,17 @@ class FsspecStorageReader(StorageReader):
             self._checksums = read_checksums(self._store, metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
+        """Add which ``.metadata`` this rank has read, for the coordinator to compare."""
+        return dataclasses.replace(plan, storage_data=self._fingerprint)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans as they are. Called on the coordinator only.
+
+        Raises:
+            StorageReadError: the checkpoint was replaced while the ranks opened it, so they hold a mix of two.
+        """
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise StorageReadError(f"{self._store.url} was replaced by another save while it was opened; load it again")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -28,7 +28,16 @@ from dcp_fsspec.storage.byte_items import ByteItems
 from dcp_fsspec.storage.checksums import Section, check_item
 from dcp_fsspec.storage.filesystem import Buffer, Store
 from dcp_fsspec.storage.metadata import chunk_of
-from dcp_fsspec.storage.ranges import FETCH_BYTES, MAX_GAP_BYTES, Fetch, Wanted, envelope, fetch_bytes_for, merge
+from dcp_fsspec.storage.ranges import (
+    FETCH_BYTES,
+    MAX_GAP_BYTES,
+    Fetch,
+    Wanted,
+    contiguous_run,
+    envelope,
+    fetch_bytes_for,
+    merge,
+)
 from dcp_fsspec.storage.report import ReadReport
 from dcp_fsspec.storage.splitting import cut
 from dcp_fsspec.storage.torch_internals import ExtensionRegistry, StorageInfo, StreamTransformExtension
@@ -191,6 +200,9 @@ class ItemReader:
         whole = envelope(target.sizes, item.storage_offsets, item.lengths, itemsize)
         # What is fetched for a group is its envelope, which for columns is much larger than the group.
         group_bytes = FETCH_BYTES * math.prod(item.lengths) * itemsize // (whole.stop - whole.start)
+        run_bytes, gap_bytes = contiguous_run(target.sizes, item.lengths, itemsize)
+        if gap_bytes > MAX_GAP_BYTES:
+            group_bytes = min(group_bytes, run_bytes)
         for offsets, lengths in cut(item.lengths, itemsize, max(1, group_bytes)):
             in_storage = [a + b for a, b in zip(item.storage_offsets, offsets, strict=True)]
             in_target = [a + b for a, b in zip(item.dest_offsets, offsets, strict=True)]
@@ -213,9 +225,6 @@ class ItemReader:
             planned_by_file.setdefault(info.relative_path, set()).add((info.offset, info.length))
         for name, planned in planned_by_file.items():
             record = (self._source.checksums or {}).get(name)
-            planned = {
-                (target.info.offset, target.info.length) for target in targets if target.info.relative_path == name
-            }
             for offset, length in set(record.items if record else ()) - planned:
                 consumer = functools.partial(self._check_bytes, name, offset, f"an item of {length} bytes")
                 yield Wanted(name, offset, offset + length, consumer)

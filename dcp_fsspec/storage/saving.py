@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -20,16 +21,16 @@ from dcp_fsspec.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    DcpFsspecError,
     StorageReadError,
     StorageWriteError,
     UnsafeCheckpointError,
 )
 from dcp_fsspec.storage import checksums, metadata
 from dcp_fsspec.storage.filesystem import Store
+from dcp_fsspec.storage.framing import is_framed_in_place
 from dcp_fsspec.storage.location import checkpoint_id_text
 from dcp_fsspec.storage.report import SaveReport
-from dcp_fsspec.storage.splitting import file_bytes, item_bytes, pack, split_plan
+from dcp_fsspec.storage.splitting import MAX_PIECE_BYTES, file_bytes, item_bytes, pack, split_plan, whole_of
 from dcp_fsspec.storage.torch_internals import StreamTransformExtension
 from dcp_fsspec.storage.transfer import Job, Transfer
 from dcp_fsspec.storage.upload import Upload, Written
@@ -147,7 +148,9 @@ class Save:
             logger.warning("overwriting a checkpoint that cannot be read, its files will stay: %s", error)
             return True
         old_checksums = checksums.file_name(metadata.save_id_of(old))
-        self._old_files = frozenset(metadata.shard_files(old) | ({old_checksums} if old_checksums else set()))
+        # Only what a checkpoint consists of: .metadata of a stranger may name a neighbour's file.
+        shards = {name for name in metadata.shard_files(old) if name.endswith(metadata.SHARD_SUFFIX)}
+        self._old_files = frozenset(shards | ({old_checksums} if old_checksums else set()))
         return True
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -159,14 +162,15 @@ class Save:
         begin = time.monotonic()
         naming = self._naming(plan)
         sizes = [item_bytes(item) + _FRAME_OVERHEAD_BYTES for item in plan.items]
+        copies = self.store.capabilities.write_copies + (0 if self._in_place(plan, planner) else 1)
         names: list[str] = []
         jobs = []
-        for number, members in enumerate(pack(sizes, self._file_bytes(sum(sizes)))):
+        for number, members in enumerate(pack(sizes, self._file_bytes(sum(sizes), copies))):
             name = f"{naming.prefix}{number}{naming.suffix}{metadata.SHARD_SUFFIX}"
             items = [plan.items[member] for member in members]
-            cost = sum(sizes[member] for member in members) * self.store.capabilities.write_copies
             names.append(name)
-            jobs.append(Job(cost, Upload(self.store, name, items, planner, self._options.extensions)))
+            upload = Upload(self.store, name, items, planner, self._options.extensions)
+            jobs.append(Job(sum(sizes[member] for member in members) * copies, upload))
         results = self._run(jobs, names)
         if len(results) != len(plan.items):
             raise StorageWriteError(f"{self.store.url}: {len(plan.items)} items were planned, {len(results)} written")
@@ -180,10 +184,23 @@ class Save:
         )
         return results
 
-    def _file_bytes(self, total_bytes: int) -> int:
-        if self._options.shard_bytes or self.store.capabilities.local:
-            return self._shard_bytes
-        return file_bytes(total_bytes, self._shard_bytes, self._threads)
+    def _in_place(self, plan: SavePlan, planner: SavePlanner) -> bool:
+        """Tell whether all tensors are sent from where they lie, without a copy on the host."""
+        if not _is_stock(planner):
+            return False  # It may make a new tensor each time that it is asked.
+        parents = {id(parent): parent for item in plan.items if (parent := whole_of(item)).tensor_data is not None}
+        return not self._options.extensions and all(
+            is_framed_in_place(planner.resolve_data(parent)) for parent in parents.values()
+        )
+
+    def _file_bytes(self, total_bytes: int, copies: int) -> int:
+        budget = self._options.memory_budget_bytes // (self._threads * copies) if copies else self._shard_bytes
+        if self._options.shard_bytes:
+            return self._options.shard_bytes
+        if self.store.capabilities.local:
+            return max(MAX_PIECE_BYTES, min(self._shard_bytes, budget))
+        size = file_bytes(total_bytes, self._shard_bytes, self._threads)
+        return size + size // 64  # The frames around the pieces must not cost a place.
 
     def _run(self, jobs: list[Job[list[WriteResult]]], names: list[str]) -> list[WriteResult]:
         if not jobs:
@@ -251,8 +268,7 @@ class Save:
         self.report.num_retries = self.store.num_retries - self._retries_before
 
     def _discard(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.store.discard(name)
+        self.store.remove_all(names, "left behind by a failed save")
 
     def _commit(self, dcp_metadata: Metadata, written: Mapping[Any, Written]) -> None:
         storage_data = {index: one.info for index, one in written.items()}
@@ -263,11 +279,12 @@ class Save:
         self.store.flush()
 
     def _remove_old(self, current: set[str]) -> None:
-        for name in sorted(self._old_files - current):
-            try:
-                self.store.remove(name)
-            except DcpFsspecError as error:
-                logger.warning("the new checkpoint is committed, but a file of the old one stays: %s", error)
+        self.store.remove_all(self._old_files - current, "the new checkpoint is committed; files of the old one")
+
+
+def _is_stock(planner: SavePlanner) -> bool:
+    names = ("resolve_data", "lookup_object", "transform_object")
+    return all(getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in names)
 
 
 def _check_complete(dcp_metadata: Metadata, written: Mapping[Any, Written], url: str) -> None:

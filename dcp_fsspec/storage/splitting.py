@@ -56,6 +56,11 @@ class Piece(WriteItem):
         return tensor
 
 
+def whole_of(item: WriteItem) -> WriteItem:
+    """Return the planner's own item that `item` was cut from, or `item` itself."""
+    return item.parent if isinstance(item, Piece) and item.parent is not None else item
+
+
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:
     if item.tensor_data is None:
         raise AssertionError(f"{item.index.fqn} is not a tensor")

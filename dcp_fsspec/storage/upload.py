@@ -13,8 +13,11 @@ from dcp_fsspec.errors import IncompatibleStateError
 from dcp_fsspec.storage import checksums
 from dcp_fsspec.storage.filesystem import Buffer, Store
 from dcp_fsspec.storage.framing import frame_tensor, template
-from dcp_fsspec.storage.splitting import Piece
+from dcp_fsspec.storage.scratch import HostCopies, Scratch
+from dcp_fsspec.storage.splitting import Piece, item_bytes, whole_of
 from dcp_fsspec.storage.torch_internals import StorageInfo, StreamTransformExtension
+
+_scratch = Scratch()
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,10 @@ class Upload:
         buffers: list[Buffer] = []
         results = []
         offset = crc = 0
+        # Touched only as far as copies are made; see frame_tensor.
+        copies = HostCopies(_scratch.take(sum(HostCopies.num_bytes(item_bytes(item)) for item in self._items)))
         for item in self._items:
-            item_buffers = self._frame(item)
+            item_buffers = self._frame(item, copies)
             length = sum(memoryview(buffer).nbytes for buffer in item_buffers)
             info = StorageInfo(self._name, offset, length, self._descriptors())
             written = Written(
@@ -58,25 +63,24 @@ class Upload:
         self._store.publish(self._name, buffers, crc)
         return results
 
-    def _frame(self, item: WriteItem) -> list[Buffer]:
+    def _frame(self, item: WriteItem, copies: HostCopies) -> list[Buffer]:
         try:
-            return self._framed(item)
+            return self._framed(item, copies)
         except IncompatibleStateError as error:
             raise IncompatibleStateError(f"{item.index.fqn}: {error}") from error
         except Exception as error:
             error.add_note(f"while the item {item.index.fqn!r} was prepared for {self._store.url_of(self._name)}")
             raise
 
-    def _framed(self, item: WriteItem) -> list[Buffer]:
-        parent = item.parent if isinstance(item, Piece) and item.parent is not None else item
-        data = self._planner.resolve_data(parent)
+    def _framed(self, item: WriteItem, copies: HostCopies) -> list[Buffer]:
+        data = self._planner.resolve_data(whole_of(item))
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):
                 raise TypeError(f"{item.index.fqn}: the planner gave a {type(data).__name__} for bytes")
             return self._transformed([data.getbuffer()])
         if not isinstance(data, torch.Tensor):
             raise TypeError(f"{item.index.fqn}: the planner gave a {type(data).__name__} for a tensor")
-        return self._transformed(frame_tensor(item.narrow(data) if isinstance(item, Piece) else data))
+        return self._transformed(frame_tensor(item.narrow(data) if isinstance(item, Piece) else data, copies))
 
     def _transformed(self, buffers: list[Buffer]) -> list[Buffer]:
         if not self._extensions:

@@ -3,7 +3,7 @@
 import functools
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +94,7 @@ def verify(
     begin = time.monotonic()
     store = Store(url, storage_options, filesystem, retry_seconds)
     threads = store.capabilities.threads_for(max_concurrency)
-    dcp_metadata = read_metadata(store)
+    dcp_metadata, _ = read_metadata(store)
     section = read_checksums(store, dcp_metadata)
     report = VerifyReport(checksums="checked" if section is not None else "absent")
     with store.stoppable() as stop:
@@ -111,11 +111,14 @@ class _Verification:
         self._store, self._metadata, self._section, self._report = store, dcp_metadata, section, report
         self._byte_items = ByteItems(store.url, trust_pickle=False)
         self._sizes: dict[str, int] = {}
+        self._ends: dict[str, int] = {}
 
     def run(self, transfer: Transfer) -> None:
         items = self._metadata.storage_data
         files = metadata.shard_files(self._metadata)
         self._sizes = self._store.list_files()
+        for info in items.values():
+            self._ends[info.relative_path] = max(self._ends.get(info.relative_path, 0), info.offset + info.length)
         self._report.num_files, self._report.num_items = len(files), len(items)
         bad = {name for name in files if not self._file_fits(name)}
         wanted = [self._wanted(index, info) for index, info in items.items() if info.relative_path not in bad]
@@ -127,21 +130,20 @@ class _Verification:
         """Note what is wrong with a file as a whole; its items are not read then."""
         size = self._sizes.get(name)
         record = (self._section or {}).get(name)
-        end = max(info.offset + info.length for info in self._items_of(name))
+        end = self._ends[name]
         if size is None:
             self._note(name, None, "the file is missing")
         elif record is not None and size != record.num_bytes:
             self._note(name, None, f"the file has {size} bytes, {record.num_bytes} were written")
         elif size < end:
             self._note(name, None, f"the file has {size} bytes, .metadata refers to {end}")
+        elif record is not None and not record.is_consistent:
+            self._note(name, None, f"{checksums.FILE_NAME} contradicts itself about the file")
         elif self._section is not None and record is None:
             self._note(name, None, f"{checksums.FILE_NAME} does not know the file")
         else:
             return True
         return False
-
-    def _items_of(self, name: str) -> Iterator[StorageInfo]:
-        return (info for info in self._metadata.storage_data.values() if info.relative_path == name)
 
     def _wanted(self, index: MetadataIndex, info: StorageInfo) -> Wanted[MetadataIndex]:
         return Wanted(info.relative_path, info.offset, info.offset + info.length, index)

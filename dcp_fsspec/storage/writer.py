@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_fsspec.errors import ConfigurationError
+from dcp_fsspec.errors import ConfigurationError, DcpFsspecError
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.report import SaveReport
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
@@ -102,17 +102,18 @@ class FsspecStorageWriter(StorageWriter):
         assert self._current.save is not None
         return self._current.save
 
-    def _begin(self) -> None:
-        self._current.save = Save(self._store, self._options)
+    def _begin(self, store: Store | None = None) -> None:
+        previous = self._current.save
+        self._current.save = Save(store or (previous.store if previous else self._store), self._options)
         self._current.under_way = False
 
     # Called on every rank --------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another checkpoint, at `checkpoint_id` if given, by the same options or filesystem."""
-        if checkpoint_id:
-            self._store = self._store.at(checkpoint_id)
-        self._begin()
+        store = self._store.at(checkpoint_id) if checkpoint_id else self._store
+        self._store = store
+        self._begin(store)
 
     def storage_meta(self) -> StorageMeta:
         """Return where and in which save ``.metadata`` will be written. DCP asks first thing in each save."""
@@ -141,7 +142,7 @@ class FsspecStorageWriter(StorageWriter):
         """Tell whether this class could write to `checkpoint_id`."""
         try:
             Store(checkpoint_id)
-        except ConfigurationError:
+        except DcpFsspecError:
             return False
         return True
 

@@ -99,7 +99,7 @@ def _assert_loads_without_ranks(reader: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
-def test_every_number_of_ranks_loads_what_every_other_number_saved(
+def test_b13_every_number_of_ranks_loads_what_every_other_number_saved(
     kind: str, four_ranks: RankPool, tmp_path: Path
 ) -> None:
     """B13."""
