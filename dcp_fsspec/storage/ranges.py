@@ -60,7 +60,8 @@ def fetch_bytes_for(total_bytes: int, max_concurrency: int) -> int:
 def merge(wanted: Iterable[Wanted[T]], fetch_bytes: int = FETCH_BYTES) -> list[Fetch[T]]:
     """Merge neighbouring ranges of the same file into fetches of about `fetch_bytes`.
 
-    A range is never cut, so a fetch is larger than `fetch_bytes` only if a single range is. Ranges that overlap
+    A range is never cut, so a fetch is much larger than `fetch_bytes` only if a single range is; a little more is
+    allowed for the frames around the payloads. Ranges that overlap
     share their bytes. Bytes read in vain stay below `MAX_GAP_BYTES` a gap, and below `MAX_WASTE` of what is
     wanted once a fetch has more than one gap.
     """
@@ -77,7 +78,7 @@ def _merge_file(group: Iterator[Wanted[T]], fetch_bytes: int) -> Iterator[Fetch[
     for one in group:
         start, gap = members[0].start, max(0, one.start - stop)
         grown = max(stop, one.stop) - start
-        if one.start >= stop and (grown > fetch_bytes or not _worth(gap, waste, grown)):
+        if one.start >= stop and (grown > fetch_bytes + fetch_bytes // 64 or not _worth(gap, waste, grown)):
             yield Fetch(first.file, start, stop, tuple(members))
             members, stop, waste = [one], one.stop, 0
         else:

@@ -121,7 +121,9 @@ class FsspecStorageReader(StorageReader):
         self._begin()
         deferrable = called_by_dcp_load() and not kwargs
         try:
-            dcp_metadata, self._fingerprint = read_metadata(self._store, kwargs.get("rank"))
+            rank = kwargs.get("rank")
+            dcp_metadata, crc = read_metadata(self._store, rank)
+            self._fingerprint = crc if rank is None else 0  # Saved without collectives, each rank has its own.
             return dcp_metadata
         except DcpFsspecError as error:
             if not deferrable or self._has_metadata_per_rank(error):

@@ -57,7 +57,7 @@ def _live(store: Store, name: str) -> None:
     listed = package_store.list_files()
     assert {f"{name}/{file}": size for file, size in listed.items()} == files
     for file in listed:
-        package_store.remove(file)
+        package_store.remove_all([file], "removed by the test")
     assert store.raw_list() == {}
 
 
