@@ -4,7 +4,6 @@ fsspec gives every store the same methods, not the same promises. How to publish
 the row of the table; nothing else in the package asks which filesystem it talks to.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,13 +65,7 @@ _OBJECT_STORE = Capabilities(atomic_put=True, create_only=True, folders=False)
 
 _BY_PACKAGE: Mapping[str, Capabilities] = {
     # s3fs asks for the size first unless told that one request will do.
-    "s3fs": replace(
-        _OBJECT_STORE,
-        read_options={"max_concurrency": 1},
-        takes_crc32c=True,
-        # Before Python 3.12 asyncio copies what the socket does not take at once.
-        write_copies=1 if sys.version_info >= (3, 12) else 2,
-    ),
+    "s3fs": replace(_OBJECT_STORE, read_options={"max_concurrency": 1}, takes_crc32c=True),
     "gcsfs": _OBJECT_STORE,
     "adlfs": _OBJECT_STORE,
     # obstore's fsspec layer takes mode="create" and overwrites; it sends more than 5 MiB in several requests; and what

@@ -71,22 +71,21 @@ def _with_defaults(location: str, options: dict[str, Any]) -> dict[str, Any]:
     scheme = location.partition("://")[0] if "::" not in location else ""
     if scheme not in ("s3", "s3a"):
         return options
-    defaults: dict[str, Any] = {
-        # A listing remembered by one process hides what another one wrote.
-        "use_listings_cache": False,
-        "config_kwargs": {
-            # The default of ten connections would hold back every thread above the tenth.
-            "max_pool_connections": _S3_CONNECTIONS,
-            # Each object goes up with a CRC32C, computed anyway, which is signed and which the store compares;
-            # hashing the body a second time, by SHA-256, would cost more than sending it.
-            "s3": {"payload_signing_enabled": False},
-            # What comes down is compared with our own checksums, and ranges have no others.
-            "response_checksum_validation": "when_required",
-        },
-    }
+    chosen: dict[str, Any] = {}
     for layer in (fsspec_config.get("s3", {}), fsspec_config.get("s3a", {}), options):
-        defaults = _merge(defaults, layer)
-    return defaults
+        chosen = _merge(chosen, layer)
+    config: dict[str, Any] = {
+        # The default of ten connections would hold back every thread above the tenth.
+        "max_pool_connections": _S3_CONNECTIONS,
+        # What comes down is compared with our own checksums, and ranges have no others.
+        "response_checksum_validation": "when_required",
+    }
+    if chosen.get("config_kwargs", {}).get("request_checksum_calculation") != "when_required":
+        # Each object goes up with a CRC32C, computed anyway, which is signed and which the store compares; hashing the
+        # body a second time, by SHA-256, would cost more than sending it.
+        config["s3"] = {"payload_signing_enabled": False}
+    # A listing remembered by one process hides what another one wrote.
+    return _merge({"use_listings_cache": False, "config_kwargs": config}, chosen)
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
