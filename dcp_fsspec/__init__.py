@@ -1,5 +1,15 @@
 """Save and load PyTorch distributed checkpoints on any storage that fsspec can reach."""
 
+from dcp_fsspec.checkpointer.callbacks import CheckpointCallback
+from dcp_fsspec.checkpointer.catalog import Catalog
+from dcp_fsspec.checkpointer.checkpointer import DistributedCheckpointer
+from dcp_fsspec.checkpointer.credentials import CosmosCredentials
+from dcp_fsspec.checkpointer.loading import LoadReport
+from dcp_fsspec.checkpointer.preemption import PreemptionGuard
+from dcp_fsspec.checkpointer.resume import ResumeConfig
+from dcp_fsspec.checkpointer.retention import AnyOf, KeepBest, KeepEvery, KeepLatest
+from dcp_fsspec.checkpointer.rng import RandomState
+from dcp_fsspec.checkpointer.state import PerRank
 from dcp_fsspec.errors import (
     AsyncSaveError,
     CheckpointExistsError,
@@ -16,21 +26,36 @@ from dcp_fsspec.errors import (
 from dcp_fsspec.storage.reader import FsspecStorageReader
 from dcp_fsspec.storage.verifying import VerifyReport, verify
 from dcp_fsspec.storage.writer import FsspecStorageWriter
+from dcp_fsspec.version import __version__
 
 __all__ = [
+    "AnyOf",
     "AsyncSaveError",
+    "Catalog",
+    "CheckpointCallback",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "ConfigurationError",
     "CorruptCheckpointError",
+    "CosmosCredentials",
     "DcpFsspecError",
+    "DistributedCheckpointer",
     "FsspecStorageReader",
     "FsspecStorageWriter",
     "IncompatibleStateError",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLatest",
+    "LoadReport",
+    "PerRank",
+    "PreemptionGuard",
+    "RandomState",
+    "ResumeConfig",
     "StorageReadError",
     "StorageWriteError",
     "UncommittedCheckpointError",
     "UnsafeCheckpointError",
     "VerifyReport",
+    "__version__",
     "verify",
 ]

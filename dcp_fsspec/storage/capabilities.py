@@ -37,6 +37,7 @@ class Capabilities:
         write_copies: How many copies of its data a write holds while it is sent.
         read_copies: How many copies of what it returns a read holds at its end.
         read_options: Passed to each ``cat_file`` of a whole object.
+        removes_many: ``rm`` of a list removes up to a thousand objects in one request.
         takes_crc32c: ``pipe_file`` takes the content's CRC32C, which the store then compares with what arrived.
     """
 
@@ -54,6 +55,7 @@ class Capabilities:
     write_copies: int = 2
     read_copies: int = 1
     read_options: Mapping[str, Any] = field(default_factory=dict)
+    removes_many: bool = False
     takes_crc32c: bool = False
 
     def threads_for(self, max_concurrency: int | None) -> int:
@@ -65,7 +67,7 @@ _OBJECT_STORE = Capabilities(atomic_put=True, create_only=True, folders=False)
 
 _BY_PACKAGE: Mapping[str, Capabilities] = {
     # s3fs asks for the size first unless told that one request will do.
-    "s3fs": replace(_OBJECT_STORE, read_options={"max_concurrency": 1}, takes_crc32c=True),
+    "s3fs": replace(_OBJECT_STORE, read_options={"max_concurrency": 1}, removes_many=True, takes_crc32c=True),
     "gcsfs": _OBJECT_STORE,
     "adlfs": _OBJECT_STORE,
     # obstore's fsspec layer takes mode="create" and overwrites; it sends more than 5 MiB in several requests; and what

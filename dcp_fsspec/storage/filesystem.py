@@ -42,6 +42,8 @@ Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 
 _TEMPORARY_SUFFIX = ".tmp-"
+_REMOVED_AT_ONCE = 1000
+"""What S3 takes in one request."""
 
 
 class Store:
@@ -67,10 +69,10 @@ class Store:
         if filesystem is not None and storage_options:
             raise ConfigurationError("pass storage_options or a filesystem, not both: the filesystem has its own")
         self._location = normalize_url(url)
-        self._storage_options = dict(storage_options or {})
+        # The mapping itself is kept: it may follow a file of credentials that changes.
+        self._storage_options = storage_options or {}
         self._given = filesystem
-        self._secrets = secrets_of(self._storage_options)
-        self._errors = Translator(self._secrets)
+        self._secrets: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._requests = 0
         self._retries = Retries(retry_seconds)
@@ -81,8 +83,15 @@ class Store:
         """Return the store for another folder, reached by the same options or filesystem."""
         return Store(url, self._storage_options, self._given, self._retries.patience_seconds)
 
+    def child(self, name: str) -> "Store":
+        """Return the store for the folder `name` in this one."""
+        return self.at(f"{self._location.rstrip('/')}/{name}")
+
     def _connect(self, **extra: Any) -> None:
-        self._fs, path = self._resolve(extra)
+        options = dict(self._storage_options)
+        self._secrets = secrets_of({"now": options, "key of before": list(self._secrets)})
+        self._errors = Translator(self._secrets)
+        self._fs, path = self._resolve(options, extra)
         self._pid = os.getpid()
         self.root = normalize_root(path)
         self.capabilities: Capabilities = capabilities_of(self._fs)
@@ -98,9 +107,9 @@ class Store:
         if not self.root and not self.capabilities.local:
             raise ConfigurationError(f"{self.url}: a bucket or a folder is missing in the url")
 
-    def _resolve(self, extra: dict[str, Any]) -> tuple[AbstractFileSystem, str]:
+    def _resolve(self, options: dict[str, Any], extra: dict[str, Any]) -> tuple[AbstractFileSystem, str]:
         try:
-            return open_filesystem(self._location, self._storage_options, self._given, **extra)
+            return open_filesystem(self._location, options, self._given, **extra)
         except ConfigurationError:
             raise
         except OSError as error:
@@ -136,6 +145,11 @@ class Store:
         shown = redact(self._location, self._secrets)
         scheme, separator, rest = shown.partition("://")
         return f"{scheme}{separator}{rest.rstrip('/')}" if separator else shown.rstrip("/") or "/"
+
+    @property
+    def location(self) -> str:
+        """The folder as it was given, to make a `Store` from; it may hold secrets."""
+        return self._location
 
     @property
     def num_requests(self) -> int:
@@ -259,6 +273,34 @@ class Store:
 
         return self._reading("", find)
 
+    def list_folder(self) -> dict[str, bool]:
+        """Return the names of what lies directly in the folder; True for those that are folders themselves.
+
+        An empty one if there is no folder. Some object stores list a folder for a while after it was emptied.
+        """
+        fs = self.fs
+        fs.invalidate_cache(self.root)
+        prefix = self.root.rstrip("/") + "/" if self.root else ""
+
+        def ls() -> dict[str, bool]:
+            try:
+                found = fs.ls(self.root, detail=True)
+            except (*NO_SUCH_FILE, NotADirectoryError):
+                return {}
+            entries = {info["name"].rstrip("/").removeprefix(prefix): info["type"] == "directory" for info in found}
+            # Of a file, and of a marker object for the folder itself, ls returns that very entry.
+            return {name: is_folder for name, is_folder in entries.items() if name and "/" not in name}
+
+        return self._reading("", ls)
+
+    def exists(self, name: str) -> bool:
+        """Tell whether there is a file `name`.
+
+        Raises:
+            StorageReadError: that could not be found out; no permission is not the same as no file.
+        """
+        return self._reading(name, lambda: self._exists(name))
+
     # Writing -----------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -374,6 +416,46 @@ class Store:
         except DcpFsspecError as error:
             logger.warning("%s: %s: of %d files, some stay: %s", self.url, why, len(left), error)
 
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files, in few requests where the filesystem can remove many in one. Those gone already are fine.
+
+        Raises:
+            StorageWriteError: not all could be removed.
+        """
+        left = list(names)
+        # A list is taken literally unless it looks like a pattern.
+        if self.capabilities.removes_many and not any(set("*?[") & set(self.path(name)) for name in left):
+            for begin in range(0, len(left), _REMOVED_AT_ONCE):
+                batch = [self.path(name) for name in left[begin : begin + _REMOVED_AT_ONCE]]
+                self._writing("", functools.partial(self._remove_batch, batch))
+            return
+        transfer = Transfer(self.capabilities.threads_for(None), budget_bytes=1 << 62)
+        transfer.run(Job(0, functools.partial(self._remove_patiently, name)) for name in left)
+
+    def _remove_batch(self, paths: list[str]) -> None:
+        with contextlib.suppress(*NO_SUCH_FILE):
+            self.fs.rm(paths)
+
+    def _remove_patiently(self, name: str) -> None:
+        self._writing(name, lambda: self._remove_file(name))
+
+    def remove_folder(self) -> None:
+        """Remove the folder, which is empty, where the filesystem has folders. A failure is logged."""
+        if not (self.capabilities.local or self.capabilities.folders):
+            return
+        try:
+            self._writing("", lambda: self._remove_tree())
+        except DcpFsspecError as error:
+            logger.warning("the emptied folder stays: %s", error)
+
+    def _remove_tree(self) -> None:
+        """Remove the empty folder and the empty folders in it, innermost first."""
+        self.fs.invalidate_cache()
+        with contextlib.suppress(*NO_SUCH_FILE):
+            folders = [path for path, _, _ in self.fs.walk(self.root)]
+            for path in sorted(folders, key=len, reverse=True):
+                self.fs.rmdir(path)
+
     def _remove_now(self, name: str) -> None:
         try:
             with self._errors.translated("write", self._where(name)):
@@ -388,6 +470,9 @@ class Store:
     def _remove(self, name: str) -> None:
         with self._lock:
             self._requests += 1
+        self._remove_file(name)
+
+    def _remove_file(self, name: str) -> None:
         with contextlib.suppress(*NO_SUCH_FILE):
             # rm_file takes the path literally, where rm would read [, ? and * as a pattern.
             self.fs.rm_file(self.path(name))

@@ -1,6 +1,7 @@
 """The two small files of a checkpoint, read from its folder and checked."""
 
 import logging
+from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -11,7 +12,33 @@ from dcp_fsspec.storage.filesystem import Store
 logger = logging.getLogger(__name__)
 
 
-def read_metadata(store: Store, rank: int | None = None) -> tuple[Metadata, int]:
+@dataclass(frozen=True)
+class SmallFiles:
+    """The content of the two small files, for ranks that did not read them themselves.
+
+    Attributes:
+        metadata: That of ``.metadata``.
+        checksums: That of the checksums file, if there is one.
+    """
+
+    metadata: bytes
+    checksums: bytes | None
+
+
+def read_small_files(store: Store) -> SmallFiles:
+    """Return the content of both files.
+
+    Raises:
+        CheckpointNotFoundError: there is no ``.metadata``.
+        CorruptCheckpointError, UnsafeCheckpointError: it was refused.
+        StorageReadError: the store did not deliver.
+    """
+    data = _read_metadata_file(store, metadata.FILE_NAME)
+    name = checksums.file_name(metadata.save_id_of(metadata.decode(data, store.url_of(metadata.FILE_NAME))))
+    return SmallFiles(data, _read_checksums_file(store, name) if name else None)
+
+
+def read_metadata(store: Store, rank: int | None = None, files: SmallFiles | None = None) -> tuple[Metadata, int]:
     """Return the checked metadata of a checkpoint, or of one rank's part of it, and the CRC32C of its file.
 
     Raises:
@@ -20,14 +47,18 @@ def read_metadata(store: Store, rank: int | None = None) -> tuple[Metadata, int]
         StorageReadError: the store did not deliver it.
     """
     name = metadata.file_name(rank)
-    try:
-        data = store.read(name)
-    except CheckpointNotFoundError as error:
-        raise CheckpointNotFoundError(f"there is no checkpoint at {store.url}: {error}") from error.__cause__
+    data = files.metadata if files is not None and rank is None else _read_metadata_file(store, name)
     return metadata.decode(data, store.url_of(name)), checksums.crc_of([data])
 
 
-def read_checksums(store: Store, dcp_metadata: Metadata) -> checksums.Section | None:
+def _read_metadata_file(store: Store, name: str) -> bytes:
+    try:
+        return store.read(name)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(f"there is no checkpoint at {store.url}: {error}") from error.__cause__
+
+
+def read_checksums(store: Store, dcp_metadata: Metadata, files: SmallFiles | None = None) -> checksums.Section | None:
     """Return the checksums that go with `dcp_metadata`, or None if there are none.
 
     Raises:
@@ -38,9 +69,13 @@ def read_checksums(store: Store, dcp_metadata: Metadata) -> checksums.Section | 
     name = checksums.file_name(save_id)
     if save_id is None or name is None:
         return None
+    data = files.checksums if files is not None else _read_checksums_file(store, name)
+    return checksums.decode(data, save_id, store.url_of(name)) if data is not None else None
+
+
+def _read_checksums_file(store: Store, name: str) -> bytes | None:
     try:
-        data = store.read(name)
+        return store.read(name)
     except CheckpointNotFoundError:
         logger.warning("%s has lost its %s: what it holds cannot be checked", store.url, name)
         return None
-    return checksums.decode(data, save_id, store.url_of(name))

@@ -25,7 +25,7 @@ from dcp_fsspec.errors import CheckpointNotFoundError, ConfigurationError, DcpFs
 from dcp_fsspec.storage import checksums, metadata
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.location import checkpoint_id_text
-from dcp_fsspec.storage.opened import read_checksums, read_metadata
+from dcp_fsspec.storage.opened import SmallFiles, read_checksums, read_metadata
 from dcp_fsspec.storage.reading import ItemReader, Source
 from dcp_fsspec.storage.report import ReadReport
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
@@ -70,16 +70,31 @@ class FsspecStorageReader(StorageReader):
         extension_registry: ExtensionRegistry | None = None,
     ) -> None:
         super().__init__()
+        self._store = Store(url, storage_options, filesystem, retry_seconds)
+        self._files: SmallFiles | None = None
         check_limits(max_concurrency, memory_budget_bytes)
         if verify not in get_args(Verify):
             raise ConfigurationError(f"verify must be one of {get_args(Verify)}, got {verify!r}")
-        self._store = Store(url, storage_options, filesystem, retry_seconds)
         self._max_concurrency = max_concurrency
         self._memory_budget_bytes = memory_budget_bytes
         self._verify = verify
         self._trust_pickle = trust_pickle
         self._extension_registry = extension_registry or ExtensionRegistry()
         self._begin()
+
+    @classmethod
+    def at(cls, store: Store, files: SmallFiles | None = None, **settings: Any) -> "FsspecStorageReader":
+        """Return a reader of the folder that `store` is.
+
+        Args:
+            store: The checkpoint's folder.
+            files: Its small files, which another rank has read.
+            settings: Keyword arguments of the constructor.
+        """
+        reader = cls(store.location, filesystem=store.fs, **settings)
+        reader._store, reader._files = store, files
+        reader._begin()
+        return reader
 
     def _begin(self) -> None:
         self._metadata: Metadata | None = None
@@ -94,6 +109,7 @@ class FsspecStorageReader(StorageReader):
         """Begin another load, from `checkpoint_id` if given, by the same options or filesystem."""
         if checkpoint_id:
             self._store = self._store.at(checkpoint_id)
+            self._files = None
         self._begin()
 
     @property
@@ -122,7 +138,7 @@ class FsspecStorageReader(StorageReader):
         deferrable = called_by_dcp_load() and not kwargs
         try:
             rank = kwargs.get("rank")
-            dcp_metadata, crc = read_metadata(self._store, rank)
+            dcp_metadata, crc = read_metadata(self._store, rank, self._files)
             self._fingerprint = crc if rank is None else 0  # Saved without collectives, each rank has its own.
             return dcp_metadata
         except DcpFsspecError as error:
@@ -148,7 +164,7 @@ class FsspecStorageReader(StorageReader):
             raise self._failure
         self._metadata = metadata
         if self._verify != "off":
-            self._checksums = read_checksums(self._store, metadata)
+            self._checksums = read_checksums(self._store, metadata, self._files)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add which ``.metadata`` this rank has read, for the coordinator to compare."""

@@ -14,6 +14,7 @@ class SaveReport:
         seconds: Wall time of the writing on this rank, from the plan to the last shard file.
         num_requests: Calls made to the filesystem by this rank, the commit included.
         num_retries: Those of them that repeated a failed one.
+        save_id: The id that ``.metadata`` carries; on the coordinator.
     """
 
     num_files: int = 0
@@ -22,6 +23,7 @@ class SaveReport:
     seconds: float = 0.0
     num_requests: int = 0
     num_retries: int = 0
+    save_id: str = ""
 
 
 @dataclasses.dataclass

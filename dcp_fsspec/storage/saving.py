@@ -186,7 +186,7 @@ class Save:
 
     def _in_place(self, plan: SavePlan, planner: SavePlanner) -> bool:
         """Tell whether all tensors are sent from where they lie, without a copy on the host."""
-        if not _is_stock(planner):
+        if not (_is_stock(planner) or getattr(planner, "serves_in_place", False)):
             return False  # It may make a new tensor each time that it is asked.
         parents = {id(parent): parent for item in plan.items if (parent := whole_of(item)).tensor_data is not None}
         return not self._options.extensions and all(
@@ -264,6 +264,7 @@ class Save:
             self._discard({*names, checksums_name})
             raise
         self._remove_old({*names, checksums_name})
+        self.report.save_id = self._save_id
         self.report.num_requests = self.store.num_requests - self._requests_before
         self.report.num_retries = self.store.num_retries - self._retries_before
 

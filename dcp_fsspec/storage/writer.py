@@ -84,6 +84,13 @@ class FsspecStorageWriter(StorageWriter):
         self._current = _Current()
         self.last_report = SaveReport()
 
+    @classmethod
+    def at(cls, store: Store, **settings: Any) -> "FsspecStorageWriter":
+        """Return a writer to the folder that `store` is; `settings` are keyword arguments of the constructor."""
+        writer = cls(store.location, filesystem=store.fs, **settings)
+        writer._store = store
+        return writer
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_current": None}
 

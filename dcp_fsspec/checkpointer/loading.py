@@ -1,0 +1,251 @@
+"""Load components of a checkpoint into a job's state: read the small files once, compare everything, then read data."""
+
+import dataclasses
+import logging
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dcp_fsspec.checkpointer import layout
+from dcp_fsspec.checkpointer.group import Group, checkpoint_failures, raise_failures
+from dcp_fsspec.checkpointer.matching import ComponentReport, Match, check
+from dcp_fsspec.checkpointer.resume import Decision, ResumeConfig
+from dcp_fsspec.checkpointer.state import Component
+from dcp_fsspec.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleStateError
+from dcp_fsspec.storage import metadata
+from dcp_fsspec.storage.filesystem import Store
+from dcp_fsspec.storage.opened import SmallFiles, read_metadata, read_small_files
+from dcp_fsspec.storage.reader import FsspecStorageReader
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 10
+_FLAT_SECTIONS = {
+    layout.MODEL: ("model.",),
+    layout.OPTIM: ("optimizer.", "optim."),
+    layout.SCHEDULER: ("lr_scheduler.", "scheduler."),
+    layout.TRAINER: ("trainer.", "train_state."),
+}
+"""How the keys of a component begin where one DCP checkpoint holds all of them (torchtitan, Cosmos-Reason1)."""
+
+
+@dataclasses.dataclass
+class LoadReport:
+    """What a load did on this rank.
+
+    Attributes:
+        url: The folder it loaded from; None: there was nothing to load.
+        iteration: What ``load`` returned.
+        is_auto_resume: The job went on from its own checkpoint.
+        components: By name.
+        notes: What else was noticed.
+    """
+
+    url: str | None = None
+    iteration: int = 0
+    is_auto_resume: bool = False
+    components: dict[str, ComponentReport] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return a readable block."""
+        if self.url is None:
+            return "nothing loaded"
+        kind = "resumed" if self.is_auto_resume else "warm start"
+        lines = [f"{kind} from {self.url} at iteration {self.iteration}"]
+        for name, one in self.components.items():
+            speed = one.num_bytes / 1e6 / one.seconds if one.seconds else 0.0
+            lines.append(
+                f"  {name}: {len(one.loaded)} keys loaded, {one.num_bytes / 1e6:.1f} MB in {one.seconds:.2f} s "
+                f"({speed:.0f} MB/s), {one.num_requests} requests"
+            )
+            lines += _listed("missing in the checkpoint, kept as they are", one.missing)
+            lines += _listed("in the checkpoint only", one.unexpected)
+            lines += _listed("skipped", one.skipped)
+            lines += _listed("of another shape", [f"{key} ({shapes})" for key, shapes in one.mismatched.items()])
+            lines += _listed("cast", [f"{key} ({casts})" for key, casts in one.cast.items()])
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every key of the job's state was loaded, as it was stored."""
+        return not any(one.missing or one.mismatched or one.cast or one.unexpected for one in self.components.values())
+
+
+def _listed(what: str, keys: list[str]) -> list[str]:
+    if not keys:
+        return []
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return [f"    {len(keys)} {what}: {', '.join(keys[:_SHOWN])}{more}"]
+
+
+@dataclasses.dataclass
+class _Opened:
+    """A stored component, about to be loaded."""
+
+    store: Store
+    files: SmallFiles
+    metadata: Metadata
+    prefix: str
+    matched: Match
+
+
+class Loader:
+    """Loads components. All methods are collective.
+
+    Args:
+        group: The ranks.
+        config: What may differ.
+        settings: Keyword arguments for `FsspecStorageReader`.
+    """
+
+    def __init__(self, group: Group, config: ResumeConfig, settings: Mapping[str, Any]) -> None:
+        self._group = group
+        self._config = config
+        self._settings = settings
+
+    def load(self, decision: Decision, folder: Store, components: Mapping[str, Component]) -> tuple[LoadReport, Any]:
+        """Load, and return the report and the states that were restored, by component.
+
+        Raises:
+            IncompatibleStateError: the checkpoint does not fit; nothing was loaded.
+            CheckpointNotFoundError: a component is missing; nothing was loaded.
+            CorruptCheckpointError, UnsafeCheckpointError: the checkpoint was refused.
+            StorageReadError: the store did not deliver. What was loaded so far stays in the job's state, which must
+                not be trained on.
+        """
+        report = LoadReport(folder.url, is_auto_resume=decision.is_auto_resume, notes=decision.notes)
+        files, absent = self._group.decide(lambda: self._read_small_files(decision, folder, components))
+        report.notes += tuple(absent)
+        strict = self._config.strict_resume
+        opened = self._group.agree(
+            lambda: self._match(decision, folder, components, files, strict), f"comparing {folder.url} with the state"
+        )
+        states = {}
+        for name, one in opened.items():
+            states[name] = self._load_one(components[name], one, f"loading {one.store.url}")
+            report.components[name] = one.matched.report
+        return report, states
+
+    def _read_small_files(
+        self, decision: Decision, folder: Store, components: Mapping[str, Component]
+    ) -> tuple[dict[str, SmallFiles], list[str]]:
+        """Read ``.metadata`` and checksums of each component, on one rank for all."""
+        if decision.flat:
+            shared = read_small_files(folder)
+            return dict.fromkeys(components, shared), []
+        files, absent = {}, []
+        for name in components:
+            store = folder.child(name)
+            try:
+                files[name] = read_small_files(store)
+            except CheckpointNotFoundError as error:
+                may_lack = name == layout.TRAINER and not decision.save_ids
+                if name == layout.MODEL or (self._config.strict_resume and not may_lack):
+                    raise CheckpointNotFoundError(
+                        f"{folder.url} has no {name}. Leave it out by keys_not_to_resume, or set strict_resume=False."
+                    ) from error
+                absent.append(f"{folder.url} has no {name}, which keeps its state")
+        return files, absent
+
+    def _match(
+        self,
+        decision: Decision,
+        folder: Store,
+        components: Mapping[str, Component],
+        files: Mapping[str, SmallFiles],
+        strict: bool,
+    ) -> dict[str, _Opened]:
+        opened = {}
+        for name, small in files.items():
+            store = folder if decision.flat else folder.child(name)
+            dcp_metadata, _ = read_metadata(store, files=small)
+            _check_save(dcp_metadata, decision.save_ids.get(name), store)
+            prefix = _prefix_of(name, dcp_metadata) if decision.flat else ""
+            # Without a prefix, the keys of all other components would count as unexpected.
+            one_of_many = decision.flat and not prefix
+            matched = components[name].match(
+                dcp_metadata, self._config, strict=strict and not one_of_many, prefix=prefix
+            )
+            if one_of_many:
+                matched.report.unexpected = []
+                matched.problems += [f"{key!r} is missing" for key in matched.report.missing if strict]
+            opened[name] = _Opened(store, small, dcp_metadata, prefix, matched)
+        check({name: one.matched for name, one in opened.items()}, folder.url)
+        return opened
+
+    def _load_one(self, component: Component, opened: _Opened, doing: str) -> dict[str, Any]:
+        begin = time.monotonic()
+        reader = FsspecStorageReader.at(opened.store, opened.files, **self._settings)
+        loaded = self._read(reader, opened, doing)
+        state = self._group.agree(
+            lambda: component.restore(loaded, opened.matched, opened.metadata, opened.prefix), doing
+        )
+        report = opened.matched.report
+        report.num_bytes, report.num_requests = reader.last_report.num_bytes, reader.last_report.num_requests
+        report.seconds = time.monotonic() - begin
+        return state
+
+    def _read(self, reader: FsspecStorageReader, opened: _Opened, doing: str) -> dict[str, Any]:
+        matched = opened.matched
+        wholes = {name: _empty_as_stored(opened.metadata, name) for name in matched.overlapping}
+        request = {**matched.request, **wholes}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            try:
+                dcp.load(
+                    request,
+                    storage_reader=reader,
+                    process_group=self._group.process_group,
+                    no_dist=not self._group.is_distributed,
+                )
+            except CheckpointException as error:
+                raise_failures(checkpoint_failures(error), doing)
+                raise
+        for name, whole in wholes.items():
+            _copy_overlap(matched.overlapping[name], request.pop(name, whole))
+            request[name] = matched.overlapping[name]
+        return request
+
+
+def _check_save(dcp_metadata: Metadata, save_id: str | None, store: Store) -> None:
+    if save_id is not None and metadata.save_id_of(dcp_metadata) != save_id:
+        raise CorruptCheckpointError(
+            f"{store.url} is not what was committed: another save has replaced it since. Two jobs may be saving into "
+            "one folder. Use an older iteration."
+        )
+
+
+def _prefix_of(component: str, dcp_metadata: Metadata) -> str:
+    for prefix in _FLAT_SECTIONS.get(component, (f"{component}.",)):
+        if any(name.startswith(prefix) for name in dcp_metadata.state_dict_metadata):
+            return prefix
+    if component == layout.MODEL:
+        return ""
+    raise IncompatibleStateError(f"the checkpoint has no keys for {component}; leave it out by keys_not_to_resume")
+
+
+def _empty_as_stored(dcp_metadata: Metadata, name: str) -> torch.Tensor:
+    stored = dcp_metadata.state_dict_metadata[name]
+    assert isinstance(stored, TensorStorageMetadata)
+    return torch.empty(stored.size, dtype=stored.properties.dtype)
+
+
+@torch.no_grad()
+def _copy_overlap(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy what both have, from index 0 on in each dimension."""
+    region = tuple(slice(0, min(here, there)) for here, there in zip(target.shape, source.shape, strict=True))
+    if isinstance(target, DTensor):
+        whole = target.full_tensor()
+        whole[region] = source[region].to(whole.device, whole.dtype)
+        spread = distribute_tensor(whole, target.device_mesh, target.placements)
+        target.to_local().copy_(spread.to_local())
+    else:
+        target[region] = source[region].to(target.device, target.dtype)
