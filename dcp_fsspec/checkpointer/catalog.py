@@ -323,6 +323,19 @@ class Catalog:
         self._remove(folder, folder.list_files())
         self._records.pop(iteration, None)
 
+    def discard(self, iteration: int) -> None:
+        """Remove what a failed save has left, on the way out with its error. A failure is logged.
+
+        Nothing happens to an iteration that is committed.
+        """
+        folder = self.folder(iteration)
+        try:
+            if folder.exists(layout.COMMIT_NAME):
+                return
+            folder.remove_all(folder.list_files(), "left behind by a failed save")
+        except DcpFsspecError as error:
+            logger.warning("%s: leftovers of a failed save stay: %s", folder.url, error)
+
     def sweep(self, *, protected: Iterable[int] = (), dry_run: bool = False) -> dict[int, int]:
         """Remove what crashed saves and interrupted removals have left.
 

@@ -6,10 +6,11 @@
     load    one rank decides -> small files read once -> everything compared -> data -> callbacks
 """
 
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,17 @@ from fsspec import AbstractFileSystem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_fsspec.checkpointer import layout
+from dcp_fsspec.checkpointer.background import ThreadUploader
 from dcp_fsspec.checkpointer.callbacks import Callbacks
 from dcp_fsspec.checkpointer.catalog import Catalog
-from dcp_fsspec.checkpointer.group import Group
+from dcp_fsspec.checkpointer.group import Group, portable
 from dcp_fsspec.checkpointer.loading import Loader, LoadReport
 from dcp_fsspec.checkpointer.locating import decide, open_store
 from dcp_fsspec.checkpointer.mapping import EMA_TO_REGULAR, KeyMapping
 from dcp_fsspec.checkpointer.outcome import Outcome
+from dcp_fsspec.checkpointer.process import ProcessUploader
 from dcp_fsspec.checkpointer.pruning import Pruner
-from dcp_fsspec.checkpointer.records import check_user_values
+from dcp_fsspec.checkpointer.records import CommitRecord, check_user_values
 from dcp_fsspec.checkpointer.resume import Decision, ResumeConfig, components_to_load
 from dcp_fsspec.checkpointer.retention import RetentionPolicy
 from dcp_fsspec.checkpointer.saving import IterationWriter, WriteOptions
@@ -41,7 +44,7 @@ from dcp_fsspec.checkpointer.state import (
 )
 from dcp_fsspec.checkpointer.training_state import SchedulerState, TrainerState
 from dcp_fsspec.checkpointer.uploading import InlineUploader, Uploader
-from dcp_fsspec.errors import ConfigurationError
+from dcp_fsspec.errors import AsyncSaveError, ConfigurationError
 from dcp_fsspec.storage.filesystem import Store
 
 logger = logging.getLogger(__name__)
@@ -59,11 +62,15 @@ class DistributedCheckpointer:
         storage_options: As in fsspec.
         filesystem: An fsspec filesystem to use instead of one made from `url`.
         resume: What to load when the job starts.
-        async_mode: ``"disabled"``: `save` returns when the iteration is committed.
+        async_mode: ``"disabled"``: `save` returns when the iteration is committed. ``"async"``: it returns when the
+            state is copied to host memory, and a thread uploads. ``"async_with_pinned_mem"``: a process beside each
+            rank uploads, which disturbs training less; the memory is pinned where there is a GPU.
         retention: Which iterations stay; None: all.
         callbacks: Objects with some of the hooks of `CheckpointCallback`.
         components: Further parts of the job's state by name; those of which each rank has its own as `PerRank`.
         process_group: The ranks of the job. Default: all of them.
+        on_busy: What `save` does while the last upload is still under way: wait for it, or skip this one.
+        upload_timeout_seconds: An upload in the background that takes longer is given up.
         overwrite: Allow to replace committed iterations.
         key_mapping: How the model's keys are called in this job's checkpoints; see `KeyMapping`.
         writer_settings: Keyword arguments for `FsspecStorageWriter`, such as ``max_concurrency``.
@@ -89,6 +96,8 @@ class DistributedCheckpointer:
         callbacks: Sequence[Any] = (),
         components: Mapping[str, Stateful | PerRank] | None = None,
         process_group: dist.ProcessGroup | None = None,
+        on_busy: Literal["wait", "skip"] = "wait",
+        upload_timeout_seconds: float = 3600.0,
         overwrite: bool = False,
         key_mapping: KeyMapping | None = None,
         writer_settings: Mapping[str, Any] | None = None,
@@ -103,11 +112,26 @@ class DistributedCheckpointer:
         components_to_load(self._resume, self._known, auto_resume=False)
         self._group = Group(process_group)
         options = WriteOptions(overwrite=overwrite, writer=dict(writer_settings or {}))
-        self._uploader: Uploader = InlineUploader(IterationWriter(self.catalog, self._group, options))
+        self._on_busy = on_busy
+        self._async_mode = async_mode
+        self._uploader = self._make_uploader(options, upload_timeout_seconds)
         self._pruner = Pruner(self.catalog.copy(), retention) if retention is not None else None
         self._gone_back_to: int | None = None
+        self._uploading: int | None = None
         self.last_load_report = LoadReport()
         self.last_outcome: Outcome | None = None
+
+    def _make_uploader(self, options: WriteOptions, timeout_seconds: float) -> Uploader:
+        if self._async_mode not in get_args(AsyncMode) or self._on_busy not in ("wait", "skip"):
+            raise ConfigurationError(
+                f"async_mode is one of {get_args(AsyncMode)} and on_busy 'wait' or 'skip', got {self._async_mode!r} "
+                f"and {self._on_busy!r}"
+            )
+        if self._async_mode == "async":
+            return ThreadUploader(self.catalog, self._group, options, timeout_seconds)
+        if self._async_mode == "async_with_pinned_mem":
+            return ProcessUploader(self.catalog, self._group, options, timeout_seconds)
+        return InlineUploader(IterationWriter(self.catalog, self._group, options))
 
     @property
     def _known(self) -> tuple[str, ...]:
@@ -226,8 +250,12 @@ class DistributedCheckpointer:
         *,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Save the job's state as `iteration`.
+        wait_for_staging: bool = True,
+    ) -> bool:
+        """Save the job's state as `iteration`. Returns False if it was skipped, by the wish of `on_busy`.
+
+        With an upload in the background, how it ends is told by the callbacks, and a failure is raised, at the next
+        `save`, `poll`, `wait` or `finalize`.
 
         Args:
             model: As in `load`.
@@ -237,15 +265,21 @@ class DistributedCheckpointer:
             iteration: The training iteration, from 0 on.
             metrics: Numbers for the commit record, for `KeepBest`. The coordinator's count.
             metadata: JSON values for the commit record. The coordinator's count.
+            wait_for_staging: False: return while a GPU still copies. Call `maybe_wait_for_staging` before the
+                optimizer's next step.
 
         Raises:
+            AsyncSaveError: an earlier upload failed; nothing was done about `iteration`.
             CheckpointExistsError: the iteration is committed already and `overwrite` is false.
             IncompatibleStateError: a value cannot be saved; nothing was written.
             StorageWriteError: the iteration was not committed; the pointer and older iterations are as they were.
         """
-        self._settle(wait=True)
         layout.folder_of(iteration)
         check_user_values(metrics or {}, metadata or {})
+        if self._on_busy == "skip" and any(self._group.gather(self._uploader.is_busy())):
+            logger.warning("iteration %d is not saved: the last upload is still under way", iteration)
+            return False
+        self._settle()
         self._callbacks.call("on_save_checkpoint_start", model, iteration)
         try:
             snapshot = self._group.agree(
@@ -254,10 +288,14 @@ class DistributedCheckpointer:
             snapshot.metrics, snapshot.metadata = dict(metrics or {}), dict(metadata or {})
             self._go_back()
             self._uploader.start()
-            self._uploader.submit(snapshot)
-            self._settle(wait=False)
+            self._group.agree(lambda: self._uploader.stage(snapshot), "staging the state")
+            self._uploading = iteration
+            self._uploader.submit(wait_for_staging=wait_for_staging)
+            if self._async_mode == "disabled":
+                self._settle()
         finally:
             self._callbacks.call("on_save_checkpoint_end", model=None, iteration=iteration)
+        return True
 
     def _snapshot(self, model: Any, optimizer: Any, scheduler: Any, grad_scaler: Any, iteration: int) -> Snapshot:
         components = self._components(model, optimizer, scheduler, TrainerState(grad_scaler, iteration))
@@ -272,39 +310,107 @@ class DistributedCheckpointer:
         if iteration is not None:
             self._group.decide(lambda: self.catalog.advance(iteration, backward=True))
 
-    def _settle(self, *, wait: bool) -> None:
-        """Take the outcome of the upload, if it has one, tell the callbacks, and raise its failure."""
-        outcome = self._uploader.wait(None if wait else 0)
-        if outcome is None:
-            return
+    def maybe_wait_for_staging(self) -> None:
+        """Wait until the state may be changed again after a `save` without `wait_for_staging`. Not collective."""
+        self._uploader.finish_staging()
+
+    def poll(self) -> bool:
+        """Tell whether nothing is being uploaded; the callbacks hear of what has ended. Call it once a step.
+
+        Collective, but free when nothing is under way.
+
+        Raises:
+            AsyncSaveError: the upload failed.
+        """
+        if self._uploading is None:
+            return True
+        if any(self._group.gather(self._uploader.is_busy())):
+            return False
+        self._settle()
+        return True
+
+    def _settle(self) -> None:
+        """Wait for the upload, agree with all ranks on how it ended, tell the callbacks, and raise its failure."""
+        if self._uploading is not None:
+            outcome = self._take_outcome()
+            self._tell(outcome if self._async_mode == "disabled" else self._agreed(outcome))
+
+    def _take_outcome(self) -> Outcome:
+        assert self._uploading is not None
+        iteration, self._uploading = self._uploading, None
+        lost = AsyncSaveError(f"the upload of iteration {iteration} was lost")
+        return self._uploader.wait(None) or Outcome(iteration, 0.0, error=lost)
+
+    def _agreed(self, outcome: Outcome) -> Outcome:
+        """Return the outcome that holds for all ranks: committed, or failed for the reasons of those that know one."""
+        errors = self._group.gather(portable(outcome.error) if outcome.error is not None else None)
+        failures = {rank: error for rank, error in enumerate(errors) if error is not None}
+        if not failures:
+            return outcome
+        record = self._group.decide(lambda: self._clean_up(outcome.iteration, failures))
+        if record is not None:
+            return Outcome(outcome.iteration, outcome.seconds, record)
+        return dataclasses.replace(outcome, record=None, error=_async_error(outcome.iteration, failures))
+
+    def _clean_up(self, iteration: int, failures: Mapping[int, BaseException]) -> CommitRecord | None:
+        """After a failure, return the record if the iteration was committed all the same, else remove what is left."""
+        if all(isinstance(error, AsyncSaveError | RuntimeError) for error in failures.values()):
+            # No worker lived to tell how far it came.
+            record = self.catalog.record(iteration)
+            if record is not None:
+                logger.warning("iteration %d was committed although an upload was lost afterwards", iteration)
+                self.catalog.advance(iteration)
+                return record
+            self.catalog.discard(iteration)
+        return None
+
+    def _tell(self, outcome: Outcome) -> None:
         self.last_outcome = outcome
         if outcome.error is not None:
             self._callbacks.call("on_save_checkpoint_failure", iteration=outcome.iteration, error=outcome.error)
             raise outcome.error
+        if self._group.is_coordinator:
+            logger.info("%s: %s", self.catalog.url, outcome)
         if self._pruner is not None and self._group.is_coordinator:
             self._pruner.start(protected=[outcome.iteration])
         self._callbacks.call("on_save_checkpoint_success", iteration=outcome.iteration, elapsed_time=outcome.seconds)
 
     def wait(self) -> None:
-        """Wait until nothing is being written or pruned.
+        """Wait until nothing is being uploaded or pruned.
 
         Raises:
-            StorageWriteError: the last save failed.
+            AsyncSaveError: the last upload failed.
         """
-        self._settle(wait=True)
+        self._settle()
         if self._pruner is not None:
             self._pruner.wait()
 
     def finalize(self) -> None:
-        """End the checkpointer: wait for what runs, and end it. Not collective; may be called again.
+        """End the checkpointer: wait for what is under way, and end what runs. Not collective; may be called again.
 
         Raises:
-            StorageWriteError: the last save failed.
+            AsyncSaveError: the last upload failed on this rank.
         """
         try:
-            self.wait()
+            if self._uploading is not None:
+                outcome = self._take_outcome()
+                if outcome.error is not None:
+                    error = _async_error(outcome.iteration, {self._group.rank: outcome.error})
+                    outcome = dataclasses.replace(outcome, error=error)
+                self._tell(outcome)
         finally:
             self._uploader.close()
+            if self._pruner is not None:
+                self._pruner.wait()
+
+
+def _async_error(iteration: int, failures: Mapping[int, BaseException]) -> AsyncSaveError:
+    texts = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(failures.items()))
+    error = AsyncSaveError(
+        f"iteration {iteration} was not saved, the pointer and older iterations are as they were. {texts}"
+    )
+    error.__cause__ = failures[min(failures)]
+    return error
 
 
 def _iteration(decision: Decision, trainer: TrainerState, report: LoadReport) -> int:

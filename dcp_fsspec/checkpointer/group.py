@@ -81,12 +81,16 @@ class _Failure:
         self.error = error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        try:
-            pickle.loads(pickle.dumps(self.error))
-            portable = self.error
-        except Exception:
-            portable = StorageWriteError(f"{type(self.error).__name__}: {self.error}")
-        return _Failure, (portable,)
+        return _Failure, (portable(self.error),)
+
+
+def portable(error: BaseException) -> BaseException:
+    """Return `error`, or its text in another one if it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return StorageWriteError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _attempt(work: Callable[[], Any]) -> Any:

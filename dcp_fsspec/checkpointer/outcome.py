@@ -14,9 +14,28 @@ class Outcome:
         seconds: From the snapshot to the commit, or to the failure.
         record: What was committed; None after a failure.
         error: Why nothing was committed; None after a success.
+        num_requests: Calls made to the filesystem by all ranks.
+        num_retries: Those of them that repeated a failed one.
     """
 
     iteration: int
     seconds: float
     record: CommitRecord | None = None
     error: BaseException | None = None
+    num_requests: int = 0
+    num_retries: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the shard files of all ranks."""
+        return sum(one.num_bytes for one in self.record.components.values()) if self.record else 0
+
+    def __str__(self) -> str:
+        """Return one line for a log."""
+        if self.record is None:
+            return f"iteration {self.iteration} was not saved: {self.error}"
+        speed = self.num_bytes / 1e6 / self.seconds if self.seconds else 0.0
+        return (
+            f"iteration {self.iteration} saved: {self.num_bytes / 1e6:.1f} MB in {self.seconds:.2f} s ({speed:.0f} MB/s), "
+            f"{self.num_requests} requests, {self.num_retries} retries"
+        )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import logging
 import time
 import warnings
 from collections.abc import Mapping
@@ -14,14 +13,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_fsspec.checkpointer.catalog import Catalog
 from dcp_fsspec.checkpointer.group import Group, checkpoint_failures, raise_failures
+from dcp_fsspec.checkpointer.outcome import Outcome
 from dcp_fsspec.checkpointer.records import CommitRecord, ComponentRecord
 from dcp_fsspec.checkpointer.snapshot import FlatState, Snapshot, SnapshotPlanner
-from dcp_fsspec.errors import DcpFsspecError
+from dcp_fsspec.errors import CheckpointExistsError
 from dcp_fsspec.storage.report import SaveReport
 from dcp_fsspec.storage.writer import FsspecStorageWriter
 from dcp_fsspec.version import __version__
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +49,7 @@ class IterationWriter:
         self._group = group
         self._options = options
 
-    def write(self, snapshot: Snapshot) -> CommitRecord:
+    def write(self, snapshot: Snapshot) -> Outcome:
         """Write and commit one iteration; afterwards the pointer names it, unless it names a later one.
 
         Raises:
@@ -63,14 +61,22 @@ class IterationWriter:
         self._group.decide(lambda: self._catalog.begin(iteration, overwrite=self._options.overwrite))
         try:
             reports = {name: self._write_one(iteration, name, state) for name, state in snapshot.components.items()}
+        except CheckpointExistsError:
+            raise  # Another job writes the same iteration, and what is there may be its own.
         except BaseException:
-            self._clean_up(iteration)
+            if self._group.is_coordinator:
+                self._catalog.discard(iteration)
             raise
         all_reports = self._group.gather(reports)
         record = self._group.decide(lambda: self._commit(snapshot, all_reports))
-        if self._group.is_coordinator:
-            self._log(record, time.monotonic() - begin, all_reports)
-        return record
+        each = [one for of_rank in all_reports for one in of_rank.values()]
+        return Outcome(
+            iteration,
+            time.monotonic() - begin,
+            record,
+            num_requests=sum(one.num_requests for one in each),
+            num_retries=sum(one.num_retries for one in each),
+        )
 
     def _write_one(self, iteration: int, name: str, state: FlatState) -> SaveReport:
         store = self._catalog.folder(iteration).child(name)
@@ -107,29 +113,6 @@ class IterationWriter:
         self._catalog.commit(record, overwrite=self._options.overwrite)
         self._catalog.advance(snapshot.iteration)
         return record
-
-    def _clean_up(self, iteration: int) -> None:
-        """Remove what a failed save has left, on the way out with its error."""
-        if not self._group.is_coordinator:
-            return
-        folder = self._catalog.folder(iteration)
-        try:
-            folder.remove_all(folder.list_files(), "left behind by a failed save")
-        except DcpFsspecError as error:
-            logger.warning("%s: leftovers of a failed save stay: %s", folder.url, error)
-
-    def _log(self, record: CommitRecord, seconds: float, reports: list[dict[str, SaveReport]]) -> None:
-        num_bytes = sum(one.num_bytes for one in record.components.values())
-        each = [one for of_rank in reports for one in of_rank.values()]
-        logger.info(
-            "saved %s: %.1f MB in %.2f s (%.0f MB/s), %d requests, %d retries",
-            self._catalog.folder(record.iteration).url,
-            num_bytes / 1e6,
-            seconds,
-            num_bytes / 1e6 / seconds if seconds else 0.0,
-            sum(one.num_requests for one in each),
-            sum(one.num_retries for one in each),
-        )
 
 
 def _component(name: str, reports: list[dict[str, SaveReport]]) -> ComponentRecord:

@@ -13,15 +13,31 @@ from dcp_fsspec.checkpointer.snapshot import Snapshot
 class Uploader(Protocol):
     """Takes one snapshot at a time and tells how its upload ended.
 
-    `start` and `submit` are collective: all ranks call them in the same order. The others are not.
+    `start` is collective: all ranks call it. After it, `stage`; and `submit` only if all ranks have staged.
     """
 
     def start(self) -> None:
         """Make ready for the next snapshot; make anew what has died."""
         ...
 
-    def submit(self, snapshot: Snapshot) -> None:
-        """Begin to write `snapshot`, whose memory may be used again once `wait` has returned its outcome."""
+    def stage(self, snapshot: Snapshot) -> None:
+        """Take what is to be written, with copies of its tensors.
+
+        Raises:
+            IncompatibleStateError, StorageWriteError: that is not possible; nothing is under way.
+        """
+        ...
+
+    def submit(self, *, wait_for_staging: bool) -> None:
+        """Begin to write it. Unless `wait_for_staging`, the job's tensors must not change until `finish_staging`."""
+        ...
+
+    def finish_staging(self) -> None:
+        """Wait until the job's tensors may be changed again."""
+        ...
+
+    def is_busy(self) -> bool:
+        """Tell whether an upload is under way."""
         ...
 
     def wait(self, timeout_seconds: float | None) -> Outcome | None:
@@ -32,7 +48,7 @@ class Uploader(Protocol):
         ...
 
     def close(self) -> None:
-        """End all that runs, within a deadline. What is under way has been waited for."""
+        """End all that runs, within a deadline. What was under way has been waited for. May be called again."""
         ...
 
 
@@ -40,10 +56,9 @@ def run(writer: IterationWriter, snapshot: Snapshot) -> Outcome:
     """Write `snapshot` and return how that ended, whatever went wrong."""
     begin = time.monotonic()
     try:
-        record = writer.write(snapshot)
+        return writer.write(snapshot)
     except (Exception, CheckpointException) as error:
         return Outcome(snapshot.iteration, time.monotonic() - begin, error=error)
-    return Outcome(snapshot.iteration, time.monotonic() - begin, record)
 
 
 class InlineUploader:
@@ -51,14 +66,28 @@ class InlineUploader:
 
     def __init__(self, writer: IterationWriter) -> None:
         self._writer = writer
+        self._snapshot: Snapshot | None = None
         self._outcome: Outcome | None = None
 
     def start(self) -> None:
         """Nothing to make ready."""
 
-    def submit(self, snapshot: Snapshot) -> None:
+    def stage(self, snapshot: Snapshot) -> None:
+        """Take the snapshot as it is: the job waits."""
+        self._snapshot = snapshot
+
+    def submit(self, *, wait_for_staging: bool) -> None:
         """Write the snapshot."""
+        snapshot, self._snapshot = self._snapshot, None
+        assert snapshot is not None
         self._outcome = run(self._writer, snapshot)
+
+    def finish_staging(self) -> None:
+        """Nothing is copied."""
+
+    def is_busy(self) -> bool:
+        """Nothing runs."""
+        return False
 
     def wait(self, timeout_seconds: float | None) -> Outcome | None:
         """Return the outcome, once."""

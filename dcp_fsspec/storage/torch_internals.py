@@ -8,6 +8,8 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
+from torch.distributed.checkpoint.planner_helpers import _create_write_items as create_write_items
+from torch.distributed.checkpoint.utils import find_state_dict_object as find_shard
 
 __all__ = [
     "DCP_VERSION",
@@ -19,10 +21,13 @@ __all__ = [
     "StorageInfo",
     "StreamTransformExtension",
     "called_by_dcp_load",
+    "create_write_items",
+    "find_shard",
 ]
 
 # StorageInfo: the record in Metadata.storage_data that says where an item lies. Part of the stock format.
 # MemoryFormat, and ShardMetadata, OldTensorProperties, OldMemoryFormat of torch before 2.3: what .metadata names.
+# create_write_items, find_shard: what DCP plans to write of a tensor of any kind, and the data of each such item.
 # ExtensionRegistry, StreamTransformExtension: stream transforms (zstd), marked experimental by torch.
 
 DCP_VERSION = "1.0.0"

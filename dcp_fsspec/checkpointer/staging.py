@@ -1,0 +1,249 @@
+"""Copy a snapshot's tensors to host memory that is used again for each save.
+
+One block of memory holds all of them, so that a process takes it over by one file descriptor, however many tensors
+there are, and so that nothing is allocated or touched for the first time after the first save.
+"""
+
+import contextlib
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from dcp_fsspec.checkpointer.snapshot import FlatState, PickledValue, Snapshot, StagedShards
+from dcp_fsspec.errors import IncompatibleStateError, StorageWriteError
+from dcp_fsspec.storage.torch_internals import create_write_items, find_shard
+
+_ALIGNMENT = 64
+_SPARE = 1.02
+"""What grows a little from one save to the next should not need new memory each time."""
+
+
+class Arena:
+    """Host memory for one snapshot.
+
+    Args:
+        shared: Another process can map it, by `fd`.
+        fd: Map this memory, of `num_bytes`, instead of making it.
+        num_bytes: Size of what `fd` is.
+
+    Attributes:
+        generation: Counts how often the memory was made anew.
+    """
+
+    def __init__(self, *, shared: bool, fd: int | None = None, num_bytes: int = 0) -> None:
+        self._shared = shared
+        self.fd = fd
+        self.generation = 0
+        self.num_bytes = 0
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._registered = False
+        if fd is not None:
+            self._map(num_bytes)
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Have room for `num_bytes`; what was in it is lost. Returns whether the memory is another one now.
+
+        Raises:
+            StorageWriteError: there is not so much memory.
+        """
+        if num_bytes <= self.num_bytes:
+            return False
+        self.close()
+        self.generation += 1
+        wanted = -(-int(num_bytes * _SPARE) // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            if self._shared:
+                self.fd = _anonymous_file()
+                # Reserved now: memory that is missing must be an error here, not a fault while it is written.
+                os.posix_fallocate(self.fd, 0, wanted)
+            self._map(wanted)
+        except (OSError, MemoryError, ValueError) as error:
+            self.close()
+            raise StorageWriteError(f"there is no host memory for a snapshot of {num_bytes} bytes: {error}") from error
+        return True
+
+    def _map(self, num_bytes: int) -> None:
+        memory = mmap.mmap(self.fd if self.fd is not None else -1, num_bytes)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.num_bytes = num_bytes
+
+    def pin(self) -> None:
+        """Let a GPU copy into it without the CPU."""
+        if not self._registered and self.num_bytes:
+            torch.cuda.check_error(int(_cudart().cudaHostRegister(self.bytes.data_ptr(), self.num_bytes, 0)))
+            self._registered = True
+
+    def place(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor that begins at byte `offset`."""
+        num_bytes = dtype.itemsize * _numel(shape)
+        return self.bytes[offset : offset + num_bytes].view(dtype).view(shape)
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Return where `tensor` begins, None if it is not in here."""
+        offset = tensor.data_ptr() - self.bytes.data_ptr()
+        return offset if 0 <= offset < self.num_bytes and type(tensor) is torch.Tensor else None
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._registered:
+            _cudart().cudaHostUnregister(self.bytes.data_ptr())
+            self._registered = False
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.num_bytes = 0
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def _anonymous_file() -> int:
+    """Make a file in memory. It has no name, so nothing can be left behind, and ``/dev/shm`` does not limit it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("dcp_fsspec")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel
+
+
+class Stager:
+    """Makes staged copies of snapshots, one at a time, in memory that it uses again.
+
+    Args:
+        shared: The memory is for another process as well.
+    """
+
+    def __init__(self, *, shared: bool) -> None:
+        self.arena = Arena(shared=shared)
+        self._stream: Any = None
+
+    def stage(self, snapshot: Snapshot) -> Snapshot:
+        """Return a copy of `snapshot` that shares no tensor with the job.
+
+        Copies from a GPU may still be under way; see `synchronize`.
+
+        Raises:
+            IncompatibleStateError: a tensor cannot be copied; it names the key.
+            StorageWriteError: there is not enough memory.
+        """
+        plan = _Plan()
+        components = {
+            name: FlatState(
+                {key: plan.add(f"{name}: {key!r}", key, one) for key, one in flat.values.items()}, flat.paths
+            )
+            for name, flat in snapshot.components.items()
+        }
+        self.arena.reserve(plan.num_bytes)
+        places = self._copy(plan)
+        for flat in components.values():
+            flat.values = {key: _placed(one, places) for key, one in flat.values.items() if one is not None}
+        return Snapshot(snapshot.iteration, components, snapshot.metrics, snapshot.metadata)
+
+    @torch.no_grad()
+    def _copy(self, plan: "_Plan") -> list[torch.Tensor]:
+        on_gpu = any(source.is_cuda for source, _ in plan.sources)
+        if on_gpu:
+            self.arena.pin()
+        places = []
+        with self._beside() if on_gpu else contextlib.nullcontext():
+            for source, offset in plan.sources:
+                place = self.arena.place(offset, source.dtype, tuple(source.shape))
+                place.copy_(source, non_blocking=on_gpu)
+                places.append(place)
+        return places
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Copy in a stream of its own, after all that the training has queued so far."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def synchronize(self) -> None:
+        """Wait until all copies are complete."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def is_ready(self) -> bool:
+        """Tell whether all copies are complete."""
+        return self._stream is None or bool(self._stream.query())
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.synchronize()
+        self.arena.close()
+
+
+class _Place(int):
+    """The number of a source in a plan, where its copy goes."""
+
+
+class _Plan:
+    """Which tensors to copy, and where each goes. Tensors that are the same memory are copied once."""
+
+    def __init__(self) -> None:
+        self.sources: list[tuple[torch.Tensor, int]] = []
+        self.num_bytes = 0
+        self._seen: dict[tuple[Any, ...], _Place] = {}
+
+    def add(self, what: str, key: str, value: Any) -> Any:
+        """Return `value` with the number of its copy in the place of each tensor; None if this rank holds no part."""
+        if isinstance(value, PickledValue | StagedShards):
+            return value
+        if not isinstance(value, torch.Tensor | ShardedTensor):
+            raise IncompatibleStateError(f"{what} is a {type(value).__name__}, of which no copy can be taken")
+        if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+            return None
+        items = create_write_items(key, value)
+        tensors = tuple(self._copy_of(what, find_shard({key: value}, item.index)) for item in items)
+        return StagedShards(tuple(items), tensors) if items else None
+
+    def _copy_of(self, what: str, tensor: torch.Tensor) -> Any:
+        tensor = tensor.detach()
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
+            return _clone(what, tensor)
+        identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        place = self._seen.get(identity) if tensor.numel() else None
+        if place is None:
+            place = self._seen[identity] = _Place(len(self.sources))
+            self.sources.append((tensor, self.num_bytes))
+            self.num_bytes += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return place
+
+
+def _clone(what: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor of a kind that is not plain memory.
+
+    Raises:
+        IncompatibleStateError: it cannot be copied as what it is.
+    """
+    try:
+        copy = tensor.clone()
+    except Exception as error:
+        raise IncompatibleStateError(f"{what} is a {type(tensor).__name__} that cannot be copied: {error}") from error
+    if type(copy) is not type(tensor):
+        raise IncompatibleStateError(f"{what} is a {type(tensor).__name__}, a copy of which is no longer one")
+    return copy
+
+
+def _placed(value: Any, places: list[torch.Tensor]) -> Any:
+    if not isinstance(value, StagedShards):
+        return value
+    tensors = tuple(places[one] if isinstance(one, _Place) else one for one in value.tensors)
+    return StagedShards(value.write_items, tensors)

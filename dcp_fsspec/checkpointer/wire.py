@@ -1,0 +1,130 @@
+"""What a trainer and its upload process say to each other: pickles over a socket, tensors by their place in memory."""
+
+import dataclasses
+import io
+import pickle
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from dcp_fsspec.checkpointer.outcome import Outcome
+from dcp_fsspec.checkpointer.saving import WriteOptions
+from dcp_fsspec.checkpointer.snapshot import Snapshot
+from dcp_fsspec.checkpointer.staging import Arena
+from dcp_fsspec.storage.filesystem import Store
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """First message to an upload process.
+
+    Attributes:
+        store: The checkpoints folder.
+        options: For the writer.
+        rank: Of this process among the upload processes, which is that of its trainer.
+        world_size: Of the upload processes.
+        host: Where the process of rank 0 listens.
+        port: Where the process of rank 0 listens.
+        listens: Whether a listening socket follows this message: on rank 0.
+        timeout_seconds: After which a collective is given up.
+    """
+
+    store: Store
+    options: WriteOptions
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    listens: bool
+    timeout_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """The process has its group and waits for work."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NewArena:
+    """The memory of the snapshots to come; its file descriptor follows."""
+
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A staged snapshot, pickled by `encode`."""
+
+    snapshot: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How an upload ended on this rank.
+
+    Attributes:
+        outcome: The outcome.
+        goes_on: Whether the process can take another one.
+    """
+
+    outcome: Outcome
+    goes_on: bool
+
+
+Message = Setup | Ready | NewArena | Request | Ended
+
+
+def send(connection: Connection, message: Message) -> None:
+    """Send one message.
+
+    Raises:
+        OSError: the other side is gone.
+    """
+    connection.send_bytes(pickle.dumps(message))
+
+
+def receive(connection: Connection) -> Any:
+    """Return the next message.
+
+    Raises:
+        EOFError, OSError: the other side is gone.
+    """
+    return pickle.loads(connection.recv_bytes())
+
+
+def encode(snapshot: Snapshot, arena: Arena) -> bytes:
+    """Pickle a staged snapshot without the tensors that lie in `arena`."""
+    stream = io.BytesIO()
+    _Pickler(stream, arena).dump(snapshot)
+    return stream.getvalue()
+
+
+def decode(data: bytes, arena: Arena) -> Snapshot:
+    """Return a snapshot whose tensors lie in `arena`."""
+    snapshot: Snapshot = _Unpickler(io.BytesIO(data), arena).load()
+    return snapshot
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, arena: Arena) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self._arena = arena
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Name the place of a tensor in the arena."""
+        if not isinstance(obj, torch.Tensor):
+            return None
+        offset = self._arena.offset_of(obj)
+        return None if offset is None else (offset, obj.dtype, tuple(obj.shape))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, arena: Arena) -> None:
+        super().__init__(stream)
+        self._arena = arena
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        """Return the tensor at a place in the arena."""
+        offset, dtype, shape = pid
+        return self._arena.place(offset, dtype, shape)

@@ -1,0 +1,111 @@
+"""The upload process: takes staged snapshots from its trainer and writes them, together with those of the other ranks.
+
+It is started by `process` with one socket. When the trainer dies, it finishes the upload in hand, and ends.
+"""
+
+import ctypes
+import datetime
+import logging
+import os
+import platform
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_fsspec.checkpointer import wire
+from dcp_fsspec.checkpointer.background import is_agreed
+from dcp_fsspec.checkpointer.catalog import Catalog
+from dcp_fsspec.checkpointer.group import Group, portable
+from dcp_fsspec.checkpointer.outcome import Outcome
+from dcp_fsspec.checkpointer.saving import IterationWriter
+from dcp_fsspec.checkpointer.staging import Arena
+from dcp_fsspec.errors import AsyncSaveError
+
+logger = logging.getLogger(__name__)
+
+_NICENESS = 15
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_IO_BEST_EFFORT_LOWEST = (2 << 13) | 7
+
+
+def main(fd: int) -> None:
+    """Serve the trainer at the other end of the socket `fd` until it goes away."""
+    # Whoever ends the job ends the trainer; what is being uploaded should still be finished.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield_to_training()
+    connection = Connection(fd)
+    try:
+        setup: wire.Setup = wire.receive(connection)
+        writer = _join(setup, connection)
+        wire.send(connection, wire.Ready())
+        _serve(connection, writer, setup.rank)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # The trainer is gone; nothing is in hand.
+    # Without the clean-up of torch and of the event loops, which may wait for peers that are gone.
+    logging.shutdown()
+    os._exit(0)
+
+
+def yield_to_training() -> None:
+    """Lower the priority of this process for CPU and disk, and keep it to one thread of computation."""
+    os.nice(_NICENESS)
+    number = _IOPRIO_SET.get(platform.machine())
+    if sys.platform == "linux" and number is not None:
+        ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, _IO_BEST_EFFORT_LOWEST)
+    torch.set_num_threads(1)
+
+
+def _join(setup: wire.Setup, connection: Connection) -> IterationWriter:
+    """Form the group of upload processes."""
+    listening = recv_handle(connection) if setup.listens else None
+    if setup.world_size > 1:
+        timeout = datetime.timedelta(seconds=setup.timeout_seconds)
+        store = dist.TCPStore(
+            setup.host,
+            setup.port,
+            setup.world_size,
+            is_master=setup.listens,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
+        dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=setup.world_size, timeout=timeout)
+    return IterationWriter(Catalog.of(setup.store), Group(), setup.options)
+
+
+def _serve(connection: Connection, writer: IterationWriter, rank: int) -> None:
+    arena = Arena(shared=True)
+    while True:
+        message = wire.receive(connection)
+        if isinstance(message, wire.NewArena):
+            arena.close()
+            arena = Arena(shared=True, fd=recv_handle(connection), num_bytes=message.num_bytes)
+        else:
+            ended = _upload(writer, message, arena, rank)
+            wire.send(connection, ended)
+            if not ended.goes_on:
+                return
+
+
+def _upload(writer: IterationWriter, request: wire.Request, arena: Arena, rank: int) -> wire.Ended:
+    snapshot = wire.decode(request.snapshot, arena)
+    begin = time.monotonic()
+    told: BaseException
+    try:
+        return wire.Ended(writer.write(snapshot), True)
+    except (Exception, CheckpointException) as error:
+        told, goes_on = error, is_agreed(error)
+    except BaseException as error:
+        told, goes_on = AsyncSaveError(f"{type(error).__name__}: {error}"), False
+    text = "".join(traceback.format_exception(told))
+    told = portable(told)
+    told.add_note(f"in the upload process of rank {rank}:\n{text}")
+    return wire.Ended(Outcome(snapshot.iteration, time.monotonic() - begin, error=told), goes_on)
