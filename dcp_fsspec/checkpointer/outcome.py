@@ -36,6 +36,6 @@ class Outcome:
             return f"iteration {self.iteration} was not saved: {self.error}"
         speed = self.num_bytes / 1e6 / self.seconds if self.seconds else 0.0
         return (
-            f"iteration {self.iteration} saved: {self.num_bytes / 1e6:.1f} MB in {self.seconds:.2f} s ({speed:.0f} MB/s), "
-            f"{self.num_requests} requests, {self.num_retries} retries"
+            f"iteration {self.iteration} saved: {self.num_bytes / 1e6:.1f} MB in {self.seconds:.2f} s "
+            f"({speed:.0f} MB/s), {self.num_requests} requests, {self.num_retries} retries"
         )
