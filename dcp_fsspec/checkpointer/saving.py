@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_fsspec.checkpointer.catalog import Catalog
 from dcp_fsspec.checkpointer.group import Group, checkpoint_failures, raise_failures
 from dcp_fsspec.checkpointer.outcome import Outcome
+from dcp_fsspec.checkpointer.plan_cache import PlanCache
 from dcp_fsspec.checkpointer.records import CommitRecord, ComponentRecord
 from dcp_fsspec.checkpointer.snapshot import FlatState, Snapshot, SnapshotPlanner
 from dcp_fsspec.errors import CheckpointExistsError
@@ -48,6 +49,7 @@ class IterationWriter:
         self._catalog = catalog
         self._group = group
         self._options = options
+        self._plans: dict[str, PlanCache] = {}
 
     def write(self, snapshot: Snapshot) -> Outcome:
         """Write and commit one iteration; afterwards the pointer names it, unless it names a later one.
@@ -62,8 +64,10 @@ class IterationWriter:
         try:
             reports = {name: self._write_one(iteration, name, state) for name, state in snapshot.components.items()}
         except CheckpointExistsError:
+            self._plans.clear()
             raise  # Another job writes the same iteration, and what is there may be its own.
         except BaseException:
+            self._plans.clear()
             if self._group.is_coordinator:
                 self._catalog.discard(iteration)
             raise
@@ -89,7 +93,7 @@ class IterationWriter:
                 dcp.save(
                     {},
                     storage_writer=writer,
-                    planner=SnapshotPlanner(state),
+                    planner=SnapshotPlanner(state, self._plans.setdefault(name, PlanCache())),
                     process_group=self._group.process_group,
                     no_dist=not self._group.is_distributed,
                 )

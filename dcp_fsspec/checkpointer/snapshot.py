@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dcp_fsspec.checkpointer import nesting
+from dcp_fsspec.checkpointer.plan_cache import PlanCache
 from dcp_fsspec.errors import IncompatibleStateError
 
 _FRAMES_KEPT = 4096
@@ -141,14 +142,16 @@ class SnapshotPlanner(DefaultSavePlanner):
 
     Args:
         flat: The state; the state that DCP passes in is ignored.
+        cache: The plans of earlier saves of this component.
     """
 
     serves_in_place = True
     """Asked twice for a tensor, it returns the same memory."""
 
-    def __init__(self, flat: FlatState) -> None:
+    def __init__(self, flat: FlatState, cache: PlanCache) -> None:
         super().__init__(flatten_state_dict=True)
         self._flat = flat
+        self._cache = cache
         self._frames: dict[bytes, bytes] = {}
 
     def set_up_planner(
@@ -159,6 +162,18 @@ class SnapshotPlanner(DefaultSavePlanner):
         super().set_up_planner(self._flat.values, storage_meta, is_coordinator)
         self.flatten_state_dict = True
         self.mappings = dict(self._flat.paths)
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan this rank's part, or say that it has not changed."""
+        return self._cache.local(super().create_local_plan())
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Plan for all ranks, unless nothing has changed. On the coordinator only."""
+        return self._cache.all_ranks(all_plans, super().create_global_plan)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take what this rank is to write."""
+        return super().finish_plan(self._cache.final(new_plan))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return what is to be written for `index`."""
