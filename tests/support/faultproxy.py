@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from support.faults import (
     Action,
+    Call,
     Corrupt,
     Cut,
     CutUpload,
@@ -40,6 +41,7 @@ from support.faults import (
 from support.httpwire import parse_request, parse_response, read_body, read_head
 
 __all__ = [
+    "Call",
     "Corrupt",
     "Cut",
     "CutUpload",
@@ -53,6 +55,7 @@ __all__ = [
     "Status",
 ]
 
+_DRAIN_SECONDS = 30.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _ERROR_XML = '<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>injected</Message></Error>'
 
@@ -73,6 +76,7 @@ class FaultProxy:
         self._stalls: list[Stall] = []
         self._log: list[Exchange] = []
         self._sockets: set[socket.socket] = set()
+        self._left = threading.Condition(self._lock)
         self._stopping = threading.Event()
         self._server: _Listener | None = None
 
@@ -148,6 +152,16 @@ class FaultProxy:
         for stall in stalls:
             stall.released.set()
 
+    def drain(self) -> None:
+        """Wait until all clients are gone and what they had sent, if only just, has been carried out.
+
+        Raises:
+            AssertionError: a client stays.
+        """
+        with self._left:
+            gone = self._left.wait_for(lambda: not self._sockets, _DRAIN_SECONDS)
+        assert gone, "a client is still connected"
+
     def start(self) -> Self:
         self._server = _Listener(("127.0.0.1", 0), self._handle)
         threading.Thread(target=self._server.serve_forever, args=(0.05,), name="fault-proxy", daemon=True).start()
@@ -185,8 +199,9 @@ class FaultProxy:
         except OSError:
             pass  # the client or the server went away: nobody is left to be told
         finally:
-            with self._lock:
+            with self._left:
                 self._sockets.discard(client)
+                self._left.notify_all()
 
     def _serve_one(self, client: socket.socket, stream: BinaryIO) -> bool:
         """Serve one request. Returns whether the connection goes on."""
@@ -212,6 +227,8 @@ class FaultProxy:
                 self._stopping.wait(action.seconds)
             case Stall(forward_first=False):
                 _hold(action)
+            case Call(forward_first=False):
+                action.function()
         return self._forward(client, exchange, request, action)
 
     def _admit(self, exchange: Exchange) -> Action | None:
@@ -245,6 +262,8 @@ class FaultProxy:
             body = iter(()) if bodiless else read_body(stream, headers, to_end=True)
             if isinstance(action, Stall) and action.forward_first:
                 _hold(action)
+            if isinstance(action, Call) and action.forward_first:
+                action.function()
             if isinstance(action, Lose):
                 for _ in body:
                     pass

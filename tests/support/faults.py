@@ -70,7 +70,15 @@ class Stall:
     released: threading.Event = field(default_factory=threading.Event)
 
 
-Action = Status | Reset | Lose | Cut | CutUpload | Corrupt | Delay | Stall
+@dataclass(frozen=True)
+class Call:
+    """Call `function`, then carry on: once the request is here, or once the server has carried it out."""
+
+    function: Callable[[], object]
+    forward_first: bool = False
+
+
+Action = Status | Reset | Lose | Cut | CutUpload | Corrupt | Delay | Stall | Call
 
 
 @dataclass
