@@ -64,11 +64,18 @@ class UnsafeCheckpointError(DcpFsspecError):
     """Opening the checkpoint would run code or reach files that it has no business with."""
 
 
-class StorageReadError(DcpFsspecError, OSError):
+class _StoreError(DcpFsspecError, OSError):
+    """Keeps its errno when it is sent to another rank, which an `OSError` with a message of its own does not."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), self.args, {**self.__dict__, "errno": self.errno}
+
+
+class StorageReadError(_StoreError):
     """The store did not deliver. Nothing can be said about the checkpoint itself."""
 
 
-class StorageWriteError(DcpFsspecError, OSError):
+class StorageWriteError(_StoreError):
     """The store did not accept a write. What stood there before is intact."""
 
 

@@ -45,6 +45,9 @@ _TEMPORARY_SUFFIX = ".tmp-"
 _REMOVED_AT_ONCE = 1000
 """What S3 takes in one request."""
 
+_CLEAN_UP_SECONDS = 5.0
+"""Patience for removing what nothing refers to."""
+
 
 class Store:
     """One checkpoint folder on any filesystem. Safe to use from many threads, to pickle and to fork.
@@ -76,6 +79,7 @@ class Store:
         self._lock = threading.Lock()
         self._requests = 0
         self._retries = Retries(retry_seconds)
+        self._clean_up = Retries(min(retry_seconds, _CLEAN_UP_SECONDS))
         self._made_in = os.getpid()
         self._connect()
 
@@ -405,7 +409,7 @@ class Store:
             self._writing("", lambda: local.sync_folder(self.root))
 
     def remove_all(self, names: Iterable[str], why: str) -> None:
-        """Remove files on the way out, in parallel and without patience. What stays is logged, with `why`.
+        """Remove files on the way out, in parallel and with little patience. What stays is logged, with `why`.
 
         One that is gone already is fine. When the store does not answer, the rest is left: nothing refers to it.
         """
@@ -459,7 +463,7 @@ class Store:
     def _remove_now(self, name: str) -> None:
         try:
             with self._errors.translated("write", self._where(name)):
-                self._remove(name)
+                self._clean_up.call(self._where(name), lambda: self._remove(name))
         except DcpFsspecError:
             # Not every filesystem says in its own words that there was nothing to remove.
             with contextlib.suppress(Exception):

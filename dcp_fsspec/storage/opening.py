@@ -41,6 +41,7 @@ def open_filesystem(
         return fs, fs._strip_protocol(location)
     options = _with_defaults(location, dict(storage_options))
     fs, path = fsspec.core.url_to_fs(location, **options, **extra)
+    _give_up_soon(fs)
     if "?" in location.partition("::")[0] and "?" not in path:
         raise ConfigurationError(f"{redact(location)}: {type(fs).__name__} drops what follows '?'")
     return look_through(fs, fs._strip_protocol(path), chained=True)
@@ -77,6 +78,9 @@ def _with_defaults(location: str, options: dict[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {
         # The default of ten connections would hold back every thread above the tenth.
         "max_pool_connections": _S3_CONNECTIONS,
+        # `Retries` tries again, counts, and knows when to give up. Beneath it two more layers would do the same, each
+        # for each try of the other: against a store that does not answer that lasts for the better part of an hour.
+        "retries": {"max_attempts": 0},
         # What comes down is compared with our own checksums, and ranges have no others.
         "response_checksum_validation": "when_required",
     }
@@ -86,6 +90,12 @@ def _with_defaults(location: str, options: dict[str, Any]) -> dict[str, Any]:
         config["s3"] = {"payload_signing_enabled": False}
     # A listing remembered by one process hides what another one wrote.
     return _merge({"use_listings_cache": False, "config_kwargs": config}, chosen)
+
+
+def _give_up_soon(fs: AbstractFileSystem) -> None:
+    """Leave trying again to us; see `_with_defaults`."""
+    if type(fs).__module__.partition(".")[0] == "s3fs":
+        fs.retries = 1
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

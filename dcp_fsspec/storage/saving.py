@@ -259,10 +259,13 @@ class Save:
             raise
         try:
             self._commit(metadata, written)
-        except CheckpointExistsError:
-            # Another save holds the place for certain; nothing will ever refer to these fresh names.
-            self._discard({*names, checksums_name})
+        except (CheckpointExistsError, StorageWriteError) as error:
+            # Where it is certain that the commit did not take place, nothing will ever refer to these fresh names:
+            # another save holds the place, or the store is one on which no write arrives late. Else the files stay.
+            if isinstance(error, CheckpointExistsError) or self.store.capabilities.local:
+                self._discard({*names, checksums_name})
             raise
+        self.store.flush()
         self._remove_old({*names, checksums_name})
         self.report.save_id = self._save_id
         self.report.num_requests = self.store.num_requests - self._requests_before
@@ -277,7 +280,6 @@ class Save:
         # The commit: before this write there is the old checkpoint or none, after it the new one. Should it fail,
         # the shard files stay: a write that timed out may still arrive, and must not find them gone.
         self.store.swap(self._metadata_name(), content, create_only=not self._options.overwrite)
-        self.store.flush()
 
     def _remove_old(self, current: set[str]) -> None:
         self.store.remove_all(self._old_files - current, "the new checkpoint is committed; files of the old one")
