@@ -1,4 +1,4 @@
-"""The checks of this project: `nox` runs lint, types and tests; `nox -s demo` and `nox -s bench` the rest."""
+"""The checks of this project: `nox` runs lint, types and tests; `nox -s demo`, `crash` and `bench` the rest."""
 
 from __future__ import annotations
 
@@ -42,6 +42,15 @@ def tests(session: nox.Session) -> None:
     """The tests, against the built wheel. Arguments after `--` go to pytest."""
     install(session, ".", groups=("test", "peers"))
     session.run("pytest", "-q", *session.posargs)
+
+
+@nox.session(venv_backend="venv")
+def crash(session: nox.Session) -> None:
+    """Kill saves at every point, and try many sequences of saves and crashes. Takes half an hour; prints the count."""
+    install(session, ".", groups=("test",))
+    session.env |= {"DCP_FSSPEC_CRASH_POINTS": "all", "DCP_FSSPEC_STATEFUL_EXAMPLES": "200"}
+    tests = ("tests/faults/test_fault_kills.py", "tests/stateful")
+    session.run("pytest", "-q", "-s", "-o", "timeout=3600", *tests, *session.posargs)
 
 
 @nox.session(venv_backend="venv")
