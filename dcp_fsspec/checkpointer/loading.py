@@ -183,7 +183,9 @@ class Loader:
 
     def _load_one(self, component: Component, opened: _Opened, doing: str) -> dict[str, Any]:
         begin = time.monotonic()
-        reader = FsspecStorageReader.at(opened.store, opened.files, **self._settings)
+        reader = FsspecStorageReader.at(
+            opened.store, opened.files, process_group=self._group.process_group, **self._settings
+        )
         loaded = self._read(reader, opened, doing)
         state = self._group.agree(
             lambda: component.restore(loaded, opened.matched, opened.metadata, opened.prefix), doing

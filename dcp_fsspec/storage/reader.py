@@ -1,11 +1,12 @@
 """`FsspecStorageReader`: load a DCP checkpoint from any url, reading only the bytes that are needed.
 
-The calls that DCP makes, in order, all on every rank::
+The calls that DCP makes, in order, on every rank::
 
     reset                  another checkpoint begins, perhaps at another url
     read_metadata          .metadata, opened by an allow-list
     set_up_storage_reader  checksums.json
     prepare_local_plan     which .metadata this rank has read; the coordinator compares
+    prepare_global_plan    on the coordinator: who reads what several ranks need
     read_data              merge ranges, fetch, check, decode, copy into the target tensors
 """
 
@@ -15,14 +16,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import torch.distributed as dist
 from fsspec import AbstractFileSystem
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_fsspec.errors import CheckpointNotFoundError, ConfigurationError, DcpFsspecError, StorageReadError
-from dcp_fsspec.storage import checksums, metadata
+from dcp_fsspec.storage import checksums, fanout, metadata
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.location import checkpoint_id_text
 from dcp_fsspec.storage.opened import SmallFiles, read_checksums, read_metadata
@@ -33,6 +35,8 @@ from dcp_fsspec.storage.torch_internals import ExtensionRegistry, called_by_dcp_
 from dcp_fsspec.storage.transfer import DEFAULT_BUDGET_BYTES, Transfer, check_limits
 
 Verify = Literal["read", "off", "full"]
+
+_BUCKETS_IN_BUDGET = 8
 
 
 class FsspecStorageReader(StorageReader):
@@ -51,6 +55,9 @@ class FsspecStorageReader(StorageReader):
         trust_pickle: Python values are loaded by ``torch.load(weights_only=True)`` rules. ``True`` lets a
             checkpoint that you trust run any code; a sequence of types allows just these in addition.
         extension_registry: Torch's registry of stream transforms, for those that it does not know by default.
+        read_once: What several ranks need alike is read by one of them and handed to the others, if all ranks of the
+            process group take part in the load. Must be the same on all ranks.
+        process_group: The ranks that load together, if not all; as given to ``dcp.load``. Needed for `read_once` only.
 
     Raises:
         ConfigurationError: an argument that cannot work.
@@ -68,6 +75,8 @@ class FsspecStorageReader(StorageReader):
         verify: Verify = "read",
         trust_pickle: bool | Sequence[type] = False,
         extension_registry: ExtensionRegistry | None = None,
+        read_once: bool = True,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self._store = Store(url, storage_options, filesystem, retry_seconds)
@@ -80,6 +89,8 @@ class FsspecStorageReader(StorageReader):
         self._verify = verify
         self._trust_pickle = trust_pickle
         self._extension_registry = extension_registry or ExtensionRegistry()
+        self._read_once = read_once
+        self._process_group = process_group
         self._begin()
 
     @classmethod
@@ -171,14 +182,23 @@ class FsspecStorageReader(StorageReader):
         return dataclasses.replace(plan, storage_data=self._fingerprint)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are. Called on the coordinator only.
+        """Say which rank reads what several ranks need. Called on the coordinator only.
 
         Raises:
             StorageReadError: the checkpoint was replaced while the ranks opened it, so they hold a mix of two.
         """
         if len({plan.storage_data for plan in plans}) > 1:
             raise StorageReadError(f"{self._store.url} was replaced by another save while it was opened; load it again")
-        return plans
+        if not self._can_share(len(plans)) or self._metadata is None:
+            return plans
+        assignments = fanout.share_out(plans, self._metadata.storage_data)
+        return [dataclasses.replace(plan, storage_data=one) for plan, one in zip(plans, assignments, strict=True)]
+
+    def _can_share(self, num_plans: int) -> bool:
+        """Tell whether the ranks whose plans these are make up the process group."""
+        if not self._read_once or num_plans < 2 or not dist.is_available() or not dist.is_initialized():
+            return False
+        return num_plans == dist.get_world_size(self._process_group)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what `plan` asks for into the targets that `planner` gives.
@@ -187,23 +207,14 @@ class FsspecStorageReader(StorageReader):
             CorruptCheckpointError: a shard file is missing or short, or bytes are not those that were written.
             UnsafeCheckpointError: a Python value would run code.
             IncompatibleStateError: a target cannot take what is stored.
-            StorageReadError: the store did not deliver.
+            StorageReadError: the store did not deliver, or another rank that reads for this one failed.
         """
         begin = time.monotonic()
-        if self._metadata is None:
-            raise AssertionError("read_data comes after set_up_storage_reader")
-        threads = self._store.capabilities.threads_for(self._max_concurrency)
-        source = Source(
-            store=self._store,
-            metadata=self._metadata,
-            checksums=self._checksums,
-            whole_files=self._verify == "full",
-            trust_pickle=self._trust_pickle,
-            extension_registry=self._extension_registry,
-        )
-        with self._store.stoppable() as stop:
-            transfer = Transfer(threads, self._memory_budget_bytes, stop)
-            report = ItemReader(source, planner, transfer).read(plan.items)
+        assignment = plan.storage_data if isinstance(plan.storage_data, fanout.Assignment) else fanout.Assignment()
+        if assignment.shares:
+            report = self._read_and_share(assignment, plan.items, planner)
+        else:
+            report = self._read(plan.items, planner)
         report.seconds = time.monotonic() - begin
         report.num_requests = self._store.num_requests - self._requests_before
         report.num_retries = self._store.num_retries - self._retries_before
@@ -212,3 +223,46 @@ class FsspecStorageReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> ReadReport:
+        if self._metadata is None:
+            raise AssertionError("read_data comes after set_up_storage_reader")
+        source = Source(
+            store=self._store,
+            metadata=self._metadata,
+            checksums=self._checksums,
+            whole_files=self._verify == "full",
+            trust_pickle=self._trust_pickle,
+            extension_registry=self._extension_registry,
+        )
+        threads = self._store.capabilities.threads_for(self._max_concurrency)
+        with self._store.stoppable() as stop:
+            transfer = Transfer(threads, self._memory_budget_bytes, stop)
+            return ItemReader(source, planner, transfer).read(items)
+
+    def _read_and_share(
+        self, assignment: fanout.Assignment, items: Sequence[ReadItem], planner: LoadPlanner
+    ) -> ReadReport:
+        """Read what falls to this rank, then hand round what is shared. Every rank takes part, whatever happens."""
+        received = fanout.received(assignment, dist.get_rank(self._process_group))
+        round_ = fanout.HandRound(
+            self._process_group, assignment, items, planner, self._memory_budget_bytes // _BUCKETS_IN_BUDGET
+        )
+        report, failure = ReadReport(), None
+        try:
+            report = self._read([item for place, item in enumerate(items) if place not in received], planner)
+        except BaseException as error:
+            failure = error
+        try:
+            left = round_.agree(failure)
+            num_shared = round_.run()
+        except fanout.RankFailedError as error:
+            raise StorageReadError(f"{self._store.url}: a rank that reads for others failed: {error}") from error
+        except RuntimeError as error:
+            if error is failure:
+                raise
+            raise StorageReadError(f"{self._store.url}: a rank was lost while tensors went round: {error}") from error
+        if left:
+            report.add(self._read([items[place] for place in left], planner))
+        report.num_bytes_received = num_shared
+        return report

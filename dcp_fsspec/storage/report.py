@@ -34,6 +34,7 @@ class ReadReport:
         num_items: Items read, whole or in part.
         num_bytes_needed: Bytes of the items, or parts of items, that the plan asked for.
         num_bytes: Bytes fetched.
+        num_bytes_received: Bytes that came from other ranks, which had fetched them.
         seconds: Wall time of the reading on this rank.
         num_requests: Calls made to the filesystem by this rank, ``.metadata`` included.
         num_retries: Those of them that repeated a failed one.
@@ -45,9 +46,18 @@ class ReadReport:
     num_items: int = 0
     num_bytes_needed: int = 0
     num_bytes: int = 0
+    num_bytes_received: int = 0
     seconds: float = 0.0
     num_requests: int = 0
     num_retries: int = 0
     num_verified: int = 0
     num_unverified: int = 0
     checksums: str = "absent"
+
+    def add(self, other: "ReadReport") -> None:
+        """Count what another read of the same load did."""
+        self.num_items += other.num_items
+        self.num_bytes_needed += other.num_bytes_needed
+        self.num_bytes += other.num_bytes
+        self.num_verified += other.num_verified
+        self.num_unverified += other.num_unverified
