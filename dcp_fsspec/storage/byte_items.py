@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from dcp_fsspec.errors import UnsafeCheckpointError
+from dcp_fsspec.storage.archive import check_archive
 
 _REMEMBER_UP_TO_BYTES = 4096
 """Small items repeat (each parameter's learning rate, betas ...); those that passed need not be loaded again."""
@@ -46,21 +47,22 @@ class ByteItems:
 
     def _check(self, fqn: str, content: bytes) -> None:
         try:
+            check_archive(content)
             # The list of allowed types is global to torch: one thread at a time changes it, and puts it back.
             with self._lock, torch.serialization.safe_globals(list(self._allowed)):
                 torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:
             raise UnsafeCheckpointError(
-                f"{self._url}: the value {fqn!r} {_complaint(content)}. If you trust who wrote the checkpoint, pass "
-                "trust_pickle=[the types it needs], or trust_pickle=True, to FsspecStorageReader."
+                f"{self._url}: the value {fqn!r} {_complaint(content, error)}. If you trust who wrote the "
+                "checkpoint, pass trust_pickle=[the types it needs], or trust_pickle=True, to FsspecStorageReader."
             ) from error
 
 
-def _complaint(content: bytes) -> str:
+def _complaint(content: bytes, error: Exception) -> str:
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
     except Exception:
         names = []
     if names:
         return f"needs {', '.join(sorted(names))}, which is not loaded from a checkpoint without your word"
-    return "is not a plain value that torch.load(weights_only=True) accepts; it may be damaged"
+    return f"is not a plain value that torch.load(weights_only=True) accepts: {error}; it may be damaged"

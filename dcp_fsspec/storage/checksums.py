@@ -139,8 +139,14 @@ def file_name(save_id: str | None) -> str | None:
     return f"{stem}{name_suffix(save_id)}.{extension}"
 
 
-def encode(section: Section, save_id: str) -> bytes:
-    """Return the content of the file."""
+def encode(section: Section, save_id: str, metadata_crc: int) -> bytes:
+    """Return the content of the file.
+
+    Args:
+        section: Checksums of the shard files.
+        save_id: Of the save that they belong to.
+        metadata_crc: CRC32C of the ``.metadata`` that will be written next.
+    """
     files = {
         name: {
             "bytes": file.num_bytes,
@@ -149,29 +155,46 @@ def encode(section: Section, save_id: str) -> bytes:
         }
         for name, file in section.items()
     }
-    document = {"format_version": _FORMAT_VERSION, "algorithm": "crc32c", "save_id": save_id, "files": files}
+    document = {
+        "format_version": _FORMAT_VERSION,
+        "algorithm": "crc32c",
+        "save_id": save_id,
+        "metadata_crc32c": metadata_crc,
+        "files": files,
+    }
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def decode(data: bytes, save_id: str, where: str) -> Section:
+def decode(data: bytes, save_id: str, where: str, metadata_crc: int | None = None) -> Section:
     """Return the checksums of the save `save_id`.
 
+    Args:
+        data: Content of the file.
+        save_id: Of the save that ``.metadata`` belongs to.
+        where: Url of the file, for messages.
+        metadata_crc: CRC32C of ``.metadata`` as it was read, if that is known.
+
     Raises:
-        CorruptCheckpointError: the file cannot be read, or belongs to another save: another job has written into
-            the same folder.
+        CorruptCheckpointError: the file cannot be read; or belongs to another save: another job has written into
+            the same folder; or ``.metadata`` is not as it was written.
     """
     try:
         document = json.loads(data)
         if document["format_version"] != _FORMAT_VERSION:
             raise ValueError(f"format version {document['format_version']!r}, this package knows {_FORMAT_VERSION}")
-        owner = document["save_id"]
+        owner, wanted = document["save_id"], document["metadata_crc32c"]
         section = {name: _file_record(record) for name, record in document["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptCheckpointError(f"{where} is not readable as checksums: {error!r}") from error
     if owner != save_id:
         raise CorruptCheckpointError(
             f"{where} belongs to the save {owner}, .metadata to the save {save_id}: another job wrote into this folder "
             "at the same time, or a file was copied from elsewhere"
+        )
+    if metadata_crc not in (None, wanted):
+        raise CorruptCheckpointError(
+            f"the .metadata beside {where} is not as it was written (CRC32C {metadata_crc:08x}). Use another "
+            "copy or an older checkpoint."
         )
     return section
 

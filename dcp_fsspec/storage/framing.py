@@ -23,6 +23,7 @@ import torch
 from torch.serialization import skip_data
 
 from dcp_fsspec.errors import IncompatibleStateError
+from dcp_fsspec.storage.archive import check_archive
 from dcp_fsspec.storage.scratch import HostCopies
 
 Buffer = bytes | bytearray | memoryview
@@ -107,7 +108,10 @@ def template(dtype: torch.dtype, shape: tuple[int, ...]) -> Template | None:
     """Return the template of a contiguous CPU tensor, or None where a frame has no single payload."""
     if dtype in QUANTIZED or not math.prod(shape):
         return None
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    try:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")  # Its memory is never touched.
+    except RuntimeError:
+        return None  # No machine has so much: a checkpoint claims it.
     recorder = _Recorder()
     with skip_data():
         torch.save(tensor, cast(IO[bytes], recorder))
@@ -171,7 +175,7 @@ def _frame_by_torch(tensor: torch.Tensor) -> bytes:
     torch.save(tensor, stream)
     content = stream.getvalue()
     try:
-        load_tensor(io.BytesIO(content))
+        load_tensor(content)
     except pickle.UnpicklingError as error:
         raise IncompatibleStateError(
             f"a tensor of class {type(tensor).__qualname__} could be saved and not be loaded again: make its class "
@@ -195,16 +199,30 @@ def unframe_tensor(data: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> to
     Raises:
         Exception: whatever ``torch.load(weights_only=True)`` raises on damaged data.
     """
-    made = template(dtype, tuple(shape))
     view = memoryview(data)
+    made = template(dtype, tuple(shape)) if payload_bytes(dtype, shape) <= len(view) else None
     if made is not None and len(view) == made.num_bytes and made.fits(view[: len(made.head)]):
         return tensor_from_payload(view[len(made.head) :][: made.payload_bytes], dtype, shape)
-    return load_tensor(io.BytesIO(view))
+    return load_tensor(data)
 
 
-def load_tensor(stream: IO[bytes]) -> torch.Tensor:
-    """Load a tensor of any frame the slow way, running none of its code."""
-    loaded = torch.load(stream, map_location="cpu", weights_only=True)
+def payload_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Return how many bytes the elements of a tensor take."""
+    return math.prod(shape) * dtype.itemsize
+
+
+def max_frame_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Return how long the frame of a tensor may be, also of a class with attributes of its own.
+
+    What is longer was made to fill the memory of its reader.
+    """
+    return 4 * payload_bytes(dtype, shape) + (1 << 20)
+
+
+def load_tensor(data: Buffer) -> torch.Tensor:
+    """Load a tensor of any frame the slow way, running none of its code and taking no more memory than it is long."""
+    check_archive(data)
+    loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(loaded, torch.Tensor):
         raise TypeError(f"the item holds a {type(loaded).__name__}, not a tensor")
     return loaded

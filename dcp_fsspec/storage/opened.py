@@ -58,11 +58,19 @@ def _read_metadata_file(store: Store, name: str) -> bytes:
         raise CheckpointNotFoundError(f"there is no checkpoint at {store.url}: {error}") from error.__cause__
 
 
-def read_checksums(store: Store, dcp_metadata: Metadata, files: SmallFiles | None = None) -> checksums.Section | None:
+def read_checksums(
+    store: Store, dcp_metadata: Metadata, crc: int | None, files: SmallFiles | None = None
+) -> checksums.Section | None:
     """Return the checksums that go with `dcp_metadata`, or None if there are none.
 
+    Args:
+        store: The checkpoint's folder.
+        dcp_metadata: What stands in its ``.metadata``.
+        crc: CRC32C of that file, to be compared; None if the metadata came from elsewhere.
+        files: The content of both files, if it was read before.
+
     Raises:
-        CorruptCheckpointError: they are damaged, or belong to another save.
+        CorruptCheckpointError: they are damaged, or belong to another save; or ``.metadata`` is damaged.
         StorageReadError: the store did not deliver them.
     """
     save_id = metadata.save_id_of(dcp_metadata)
@@ -70,7 +78,7 @@ def read_checksums(store: Store, dcp_metadata: Metadata, files: SmallFiles | Non
     if save_id is None or name is None:
         return None
     data = files.checksums if files is not None else _read_checksums_file(store, name)
-    return checksums.decode(data, save_id, store.url_of(name)) if data is not None else None
+    return checksums.decode(data, save_id, store.url_of(name), crc) if data is not None else None
 
 
 def _read_checksums_file(store: Store, name: str) -> bytes | None:

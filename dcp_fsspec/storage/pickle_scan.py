@@ -1,8 +1,9 @@
 """Look through a pickle before it is run, for what an allow-list of globals does not stop.
 
-Two tricks need no global at all. A single opcode may make the unpickler's memo as large as it likes, and so take all
-memory; and a tuple nested a hundred thousand times deep, used as a key, overflows the C stack when it is hashed. This
-scan runs nothing: it follows the opcodes, and with them how deep each tuple on the stack is.
+Three tricks need no dangerous global. A single opcode may make the unpickler's memo as large as it likes, and so take
+all memory; a tuple nested a hundred thousand times deep, used as a key, overflows the C stack when it is hashed; and
+one long list, written once, may be handed to thousands of calls, each of which copies it. This scan runs nothing: it
+follows the opcodes, and with them how deep each tuple on the stack is and how much each container holds.
 """
 
 import pickletools
@@ -14,6 +15,7 @@ MAX_SCANNED_BYTES = 1 << 20
 
 _MAX_DEPTH = 200
 _MAX_MEMO_SLACK = 1 << 16
+_LONG_STRING_BYTES = 64
 
 _VARIABLE = {"string1": 1, "unicodestring1": 1, "bytes1": 1, "long1": 1}
 _VARIABLE |= {"string4": 4, "unicodestring4": 4, "bytes4": 4, "long4": 4}
@@ -22,7 +24,7 @@ _FIXED = {"uint1": 1, "uint2": 2, "int4": 4, "uint4": 4, "uint8": 8, "float8": 8
 
 _PUSH_GET = {"BINGET", "LONG_BINGET"}
 _PUT = {"BINPUT", "LONG_BINPUT"}
-_REFUSED = {"PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "INST", "OBJ", "NEXT_BUFFER", "READONLY_BUFFER"}
+_REFUSED = {"PERSID", "EXT1", "EXT2", "EXT4", "INST", "OBJ", "NEXT_BUFFER", "READONLY_BUFFER"}
 
 
 _MARK = -1
@@ -33,12 +35,29 @@ class ScanError(ValueError):
     """The pickle was refused. Nothing was run."""
 
 
-class _Machine:
-    """The unpickler's stack and memo, each value replaced by the depth of tuples in it."""
+class _Sized(int):
+    """A value that a call would copy: its depth, and `size`, the number of its elements or bytes."""
 
-    def __init__(self) -> None:
+    size = 0
+
+
+def _sized(size: int, depth: int = 0) -> _Sized:
+    value = _Sized(depth)
+    value.size = size
+    return value
+
+
+class _Machine:
+    """The unpickler's stack and memo, each value replaced by the depth of tuples in it.
+
+    Args:
+        max_copied: How many elements and bytes all calls together may be handed.
+    """
+
+    def __init__(self, max_copied: int) -> None:
         self.stack: list[int] = []
         self._memo: dict[int, int] = {}
+        self._left = max_copied
 
     def memo(self, put: bool, index: int, size: int) -> None:
         if not put:
@@ -72,7 +91,7 @@ class _Machine:
         depth = 1 + max(values, default=0)
         if depth > _MAX_DEPTH:
             raise ScanError(f"it nests tuples more than {_MAX_DEPTH} deep")
-        self.stack.append(depth)
+        self.stack.append(_sized(len(values) + sum(_size(value) for value in values), depth))
 
     def tuple_of(self, count: int) -> None:
         self.push_tuple(self._pop(count))
@@ -80,12 +99,42 @@ class _Machine:
     def tuple_to_mark(self) -> None:
         self.push_tuple(self._pop_to_mark())
 
-    def replace(self, count: int) -> None:
+    def container(self) -> None:
+        self.stack.append(_sized(0))
+
+    def container_to_mark(self) -> None:
+        self.stack.append(_sized(len(self._pop_to_mark())))
+
+    def add(self, count: int) -> None:
+        """Put `count` values into the container below them."""
         self._pop(count)
+        self._grow(count)
+
+    def add_to_mark(self) -> None:
+        self._grow(len(self._pop_to_mark()))
+
+    def _grow(self, count: int) -> None:
+        container = self._top()
+        if isinstance(container, _Sized):
+            container.size += count
+
+    def call(self, count: int) -> None:
+        """Replace a function and what it is handed by what it returns."""
+        for value in self._pop(count):
+            self._copy(value)
         self.stack.append(0)
 
-    def replace_to_mark(self) -> None:
-        self._pop_to_mark()
+    def build(self) -> None:
+        self._copy(*self._pop(1))
+        self._top()
+
+    def _copy(self, value: int) -> None:
+        self._left -= _size(value)
+        if self._left < 0:
+            raise ScanError("it makes many copies of the same values")
+
+    def replace(self, count: int) -> None:
+        self._pop(count)
         self.stack.append(0)
 
     def drop(self, count: int) -> None:
@@ -112,6 +161,10 @@ class _Machine:
         return None
 
 
+def _size(value: int) -> int:
+    return value.size if isinstance(value, _Sized) else 0
+
+
 def _stop(machine: _Machine) -> None:
     """Mark the opcode that ends a pickle."""
 
@@ -135,18 +188,22 @@ _EFFECTS: dict[str, _Effect] = {
     "TUPLE1": lambda machine: machine.tuple_of(1),
     "TUPLE2": lambda machine: machine.tuple_of(2),
     "TUPLE3": lambda machine: machine.tuple_of(3),
-    "APPEND": lambda machine: machine.drop(1),
-    "APPENDS": _Machine.drop_to_mark,
-    "SETITEM": lambda machine: machine.drop(2),
-    "SETITEMS": _Machine.drop_to_mark,
-    "ADDITEMS": _Machine.drop_to_mark,
-    "LIST": _Machine.replace_to_mark,
-    "DICT": _Machine.replace_to_mark,
-    "FROZENSET": _Machine.replace_to_mark,
-    "BUILD": lambda machine: machine.drop(1),
-    "REDUCE": lambda machine: machine.replace(2),
-    "NEWOBJ": lambda machine: machine.replace(2),
-    "NEWOBJ_EX": lambda machine: machine.replace(3),
+    "APPEND": lambda machine: machine.add(1),
+    "APPENDS": _Machine.add_to_mark,
+    "SETITEM": lambda machine: machine.add(2),
+    "SETITEMS": _Machine.add_to_mark,
+    "ADDITEMS": _Machine.add_to_mark,
+    "EMPTY_LIST": _Machine.container,
+    "EMPTY_DICT": _Machine.container,
+    "EMPTY_SET": _Machine.container,
+    "LIST": _Machine.container_to_mark,
+    "DICT": _Machine.container_to_mark,
+    "FROZENSET": _Machine.container_to_mark,
+    "BUILD": _Machine.build,
+    "REDUCE": lambda machine: machine.call(2),
+    "NEWOBJ": lambda machine: machine.call(2),
+    "NEWOBJ_EX": lambda machine: machine.call(3),
+    "BINPERSID": lambda machine: machine.replace(1),
     "STACK_GLOBAL": lambda machine: machine.replace(2),
 }
 
@@ -175,25 +232,34 @@ def _table() -> list[_Op | None]:
 _OPS = _table()
 
 
-def scan(data: bytes) -> None:
+def scan(data: bytes, *, persistent_ids: bool = False) -> None:
     """Follow the opcodes of `data` to its end.
 
+    Args:
+        data: A pickle.
+        persistent_ids: It may refer to storages beside it.
+
     Raises:
-        ScanError: it ends early, uses an opcode that metadata never needs, a memo out of proportion, or nests too deep.
+        ScanError: it ends early, uses an opcode that is not needed, a memo out of proportion, nests too deep, or
+            copies more than it is long.
     """
-    machine = _Machine()
+    machine = _Machine(len(data) + _MAX_MEMO_SLACK)
     push = machine.stack.append
     position, end = 0, len(data)
     while position < end:
         op = _OPS[data[position]]
-        if op is None:
-            raise ScanError(f"opcode {data[position]:#04x} at byte {position} is not used by checkpoint metadata")
+        if op is None or (op.name == "BINPERSID" and not persistent_ids):
+            raise ScanError(f"opcode {data[position]:#04x} at byte {position} is not used by checkpoints")
         argument = position = position + 1
         if op.fixed:
             position += op.fixed
         elif op.length_bytes:
             position += op.length_bytes
-            position += int.from_bytes(data[argument:position], "little")
+            length = int.from_bytes(data[argument:position], "little")
+            position += length
+            if length > _LONG_STRING_BYTES:
+                push(_sized(length))
+                continue
         elif op.lines:
             for _ in range(op.lines):
                 position = data.find(b"\n", position) + 1 or end + 1

@@ -110,6 +110,7 @@ class FsspecStorageReader(StorageReader):
     def _begin(self) -> None:
         self._metadata: Metadata | None = None
         self._checksums: checksums.Section | None = None
+        self._metadata_crc: int | None = None
         self._fingerprint = 0
         self._failure: DcpFsspecError | None = None
         self._requests_before = self._store.num_requests
@@ -150,6 +151,7 @@ class FsspecStorageReader(StorageReader):
         try:
             rank = kwargs.get("rank")
             dcp_metadata, crc = read_metadata(self._store, rank, self._files)
+            self._metadata_crc = crc
             self._fingerprint = crc if rank is None else 0  # Saved without collectives, each rank has its own.
             return dcp_metadata
         except DcpFsspecError as error:
@@ -175,7 +177,7 @@ class FsspecStorageReader(StorageReader):
             raise self._failure
         self._metadata = metadata
         if self._verify != "off":
-            self._checksums = read_checksums(self._store, metadata, self._files)
+            self._checksums = read_checksums(self._store, metadata, self._metadata_crc, self._files)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add which ``.metadata`` this rank has read, for the coordinator to compare."""

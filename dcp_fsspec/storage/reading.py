@@ -48,6 +48,8 @@ _WHOLE_ITEM_SHARE = 0.95
 
 _WHOLE_FILE = 1 << 62
 
+_CHUNK_BYTES = 1 << 20
+
 _MAX_WHOLE_BYTES = 16 << 20
 """A larger item, of another writer, is read in groups of rows."""
 
@@ -87,7 +89,7 @@ class _Target:
         """Outer parts of the item's frame, if it is one of ours and not transformed."""
         if getattr(self.info, "transform_descriptors", None):
             return None
-        if math.prod(self.sizes) * self.dtype.itemsize > self.info.length:
+        if framing.payload_bytes(self.dtype, self.sizes) > self.info.length:
             return None
         made = framing.template(self.dtype, self.sizes)
         return made if made is not None and made.num_bytes == self.info.length else None
@@ -96,7 +98,7 @@ class _Target:
     def num_bytes_needed(self) -> int:
         if self.item.type == LoadItemType.BYTE_IO:
             return self.info.length
-        return math.prod(self.item.lengths) * self.dtype.itemsize
+        return framing.payload_bytes(self.dtype, self.item.lengths)
 
 
 Consumer = Callable[[Buffer], None]
@@ -149,7 +151,12 @@ class ItemReader:
             raise CorruptCheckpointError(
                 f"{self._source.store.url}: .metadata lists {item.storage_index.fqn} and does not say where it lies"
             ) from error
-        return _Target(item, info, tensor.properties.dtype, tuple(chunk.sizes))
+        target = _Target(item, info, tensor.properties.dtype, tuple(chunk.sizes))
+        if info.length > framing.max_frame_bytes(target.dtype, target.sizes):
+            raise CorruptCheckpointError(
+                f"{self._where(target)}: .metadata says {info.length} bytes for a tensor of shape {target.sizes}"
+            )
+        return target
 
     def _wants_rows(self, target: _Target) -> bool:
         made = target.template
@@ -167,7 +174,11 @@ class ItemReader:
 
         Our own saves say so in their checksums file; of others' items the heads are fetched and looked at.
         """
-        known = {id(target): at for target in targets if (at := self._payload_at(target.info))}
+        known = {
+            id(target): len(made.head)
+            for target in targets
+            if (made := target.template) is not None and self._payload_at(target.info) == len(made.head)
+        }
 
         def take(target: _Target, data: Buffer) -> None:
             made = target.template
@@ -276,7 +287,7 @@ class ItemReader:
             return
         with self._decoding(target):
             if getattr(target.info, "transform_descriptors", None):
-                tensor = framing.load_tensor(io.BytesIO(self._untransformed(target, data)))
+                tensor = framing.load_tensor(self._untransformed(target, data))
             else:
                 tensor = framing.unframe_tensor(data, target.dtype, target.sizes)
             for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -316,11 +327,23 @@ class ItemReader:
                 f"{self._where(target)} was written through {', '.join(descriptors)}: {error}. Register it "
                 "with a registry passed as extension_registry."
             ) from error
+        limit = self._max_untransformed_bytes(target)
         with self._decoding(target):
             for extension in extensions:
                 if isinstance(extension, StreamTransformExtension):
                     stream = extension.transform_from(stream)
-            return stream.read(-1)
+            content = b"".join(_chunks(stream, limit + 1))
+        if len(content) > limit:
+            raise CorruptCheckpointError(
+                f"{self._where(target)} grows to more than {limit} bytes, which is too much for what it is said to "
+                "be; if it is a Python value, raise memory_budget_bytes"
+            )
+        return content
+
+    def _max_untransformed_bytes(self, target: _Target) -> int:
+        if target.item.type == LoadItemType.BYTE_IO:
+            return max(self._transfer.budget_bytes, target.info.length)
+        return framing.max_frame_bytes(target.dtype, target.sizes)
 
     def _deliver(self, item: ReadItem, tensor: torch.Tensor) -> None:
         with self._planner_lock:
@@ -340,6 +363,13 @@ class ItemReader:
             ) from error
         with self._planner_lock:
             self._planner.commit_tensor(item, destination)
+
+
+def _chunks(stream: IO[bytes], limit_bytes: int) -> Iterator[bytes]:
+    """Read a stream to its end, or until there are `limit_bytes`."""
+    while limit_bytes > 0 and (chunk := stream.read(min(limit_bytes, _CHUNK_BYTES))):
+        limit_bytes -= len(chunk)
+        yield chunk
 
 
 def _wants_nothing(item: ReadItem) -> bool:

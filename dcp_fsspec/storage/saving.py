@@ -252,13 +252,15 @@ class Save:
         checksums_name = checksums.file_name(self._save_id) or checksums.FILE_NAME
         try:
             _check_complete(metadata, written, self.store.url)
+            content = self._content(metadata, written)
+            crc = checksums.crc_of([content])
             self.store.prepare()
-            self.store.swap(checksums_name, checksums.encode(_section(written.values()), self._save_id))
+            self.store.swap(checksums_name, checksums.encode(_section(written.values()), self._save_id, crc))
         except BaseException:
             self._discard(names)
             raise
         try:
-            self._commit(metadata, written)
+            self._commit(content)
         except (CheckpointExistsError, StorageWriteError) as error:
             # Where it is certain that the commit did not take place, nothing will ever refer to these fresh names:
             # another save holds the place, or the store is one on which no write arrives late. Else the files stay.
@@ -274,9 +276,11 @@ class Save:
     def _discard(self, names: Iterable[str]) -> None:
         self.store.remove_all(names, "left behind by a failed save")
 
-    def _commit(self, dcp_metadata: Metadata, written: Mapping[Any, Written]) -> None:
+    def _content(self, dcp_metadata: Metadata, written: Mapping[Any, Written]) -> bytes:
         storage_data = {index: one.info for index, one in written.items()}
-        content = metadata.encode(dcp_metadata, storage_data, self.storage_meta)
+        return metadata.encode(dcp_metadata, storage_data, self.storage_meta)
+
+    def _commit(self, content: bytes) -> None:
         # The commit: before this write there is the old checkpoint or none, after it the new one. Should it fail,
         # the shard files stay: a write that timed out may still arrive, and must not find them gone.
         self.store.swap(self._metadata_name(), content, create_only=not self._options.overwrite)

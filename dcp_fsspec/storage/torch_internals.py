@@ -1,7 +1,9 @@
 """Every name of torch that is not public, in one place, each with what it is needed for."""
 
 import sys
+from typing import Any
 
+import torch
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING as OldMemoryFormat
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
@@ -13,6 +15,8 @@ from torch.distributed.checkpoint.utils import find_state_dict_object as find_sh
 
 __all__ = [
     "DCP_VERSION",
+    "STORAGE_ITEMSIZES",
+    "TENSOR_CLASSES",
     "ExtensionRegistry",
     "MemoryFormat",
     "OldMemoryFormat",
@@ -32,6 +36,17 @@ __all__ = [
 
 DCP_VERSION = "1.0.0"
 """What stock writers put in Metadata.version (torch.distributed.checkpoint.filesystem, torch 2.13)."""
+
+_TENSORS: list[type] = [torch.Tensor, *torch._tensor_classes]
+TENSOR_CLASSES = {(cls.__module__, cls.__name__) for cls in _TENSORS}
+"""Module and name of the classes that torch.load(weights_only=True) would call to make tensors."""
+
+_STORAGES: list[Any] = list(torch._storage_classes)
+STORAGE_ITEMSIZES: dict[tuple[str, str], int] = {
+    (cls.__module__, cls.__name__): cls._dtype.itemsize if isinstance(getattr(cls, "_dtype", None), torch.dtype) else 1
+    for cls in _STORAGES
+}
+"""Bytes of an element of each class of storages, by module and name. Pickles name these classes."""
 
 
 def called_by_dcp_load() -> bool:

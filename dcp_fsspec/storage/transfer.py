@@ -54,6 +54,11 @@ class Transfer:
         """Threads at most."""
         return self._max_concurrency
 
+    @property
+    def budget_bytes(self) -> int:
+        """Memory that all running jobs hold together."""
+        return self._budget_bytes
+
     def run(self, jobs: Iterable[Job[T]]) -> list[T]:
         """Run all jobs and return their results in order.
 

@@ -94,8 +94,8 @@ def verify(
     begin = time.monotonic()
     store = Store(url, storage_options, filesystem, retry_seconds)
     threads = store.capabilities.threads_for(max_concurrency)
-    dcp_metadata, _ = read_metadata(store)
-    section = read_checksums(store, dcp_metadata)
+    dcp_metadata, crc = read_metadata(store)
+    section = read_checksums(store, dcp_metadata, crc)
     report = VerifyReport(checksums="checked" if section is not None else "absent")
     with store.stoppable() as stop:
         _Verification(store, dcp_metadata, section, report).run(Transfer(threads, memory_budget_bytes, stop))
@@ -121,7 +121,8 @@ class _Verification:
             self._ends[info.relative_path] = max(self._ends.get(info.relative_path, 0), info.offset + info.length)
         self._report.num_files, self._report.num_items = len(files), len(items)
         bad = {name for name in files if not self._file_fits(name)}
-        wanted = [self._wanted(index, info) for index, info in items.items() if info.relative_path not in bad]
+        sound = {index: info for index, info in items.items() if info.relative_path not in bad}
+        wanted = [self._wanted(index, info) for index, info in sound.items() if self._item_fits(index, info)]
         fetches = merge(wanted)
         self._report.num_bytes = sum(fetch.num_bytes for fetch in fetches)
         transfer.run(Job(fetch.num_bytes, functools.partial(self._read, fetch)) for fetch in fetches)
@@ -143,6 +144,20 @@ class _Verification:
             self._note(name, None, f"{checksums.FILE_NAME} does not know the file")
         else:
             return True
+        return False
+
+    def _item_fits(self, index: MetadataIndex, info: StorageInfo) -> bool:
+        """Note an item that .metadata lists and does not describe, or not so that it could have this length."""
+        try:
+            if isinstance(self._metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+                return True
+            tensor, chunk = metadata.chunk_of(self._metadata, index)
+        except KeyError:
+            self._note(info.relative_path, index.fqn, ".metadata does not say what it is")
+            return False
+        if info.length <= framing.max_frame_bytes(tensor.properties.dtype, chunk.sizes):
+            return True
+        self._note(info.relative_path, index.fqn, f"{info.length} bytes for a tensor of shape {tuple(chunk.sizes)}")
         return False
 
     def _wanted(self, index: MetadataIndex, info: StorageInfo) -> Wanted[MetadataIndex]:

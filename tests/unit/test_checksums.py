@@ -38,13 +38,13 @@ def test_a_file_has_the_checksum_of_its_items_in_order() -> None:
 
 def test_round_trip() -> None:
     section = {"__0_0.distcp": FileChecksums.of_items({(0, 3): ItemRecord(crc32c(b"abc"), 2)})}
-    data = checksums.encode(section, SAVE)
+    data = checksums.encode(section, SAVE, 7)
     assert checksums.decode(data, SAVE, "url") == section
     assert json.loads(data)["algorithm"] == "crc32c"
 
 
 def test_checksums_of_another_save_are_refused() -> None:
-    data = checksums.encode({}, SAVE)
+    data = checksums.encode({}, SAVE, 7)
     with pytest.raises(CorruptCheckpointError, match="another job"):
         checksums.decode(data, checksums.new_save_id(fresh=False), "s3://b/c/checksums.json")
 
