@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,25 @@ from typing import Any
 import hypothesis
 import pytest
 
+from dcp_fsspec.testing.cloud_servers import AzuriteServer, GcsServer
 from dcp_fsspec.testing.servers import MotoServer, SeaweedServer, WebdavServer
 from support.faultproxy import FaultProxy
 from support.ranks import RankPool
-from support.stores import FolderStore, MemoryStore, S3Store, Store, obstore_filesystem, unique_name
+from support.stores import (
+    AzureStore,
+    FolderStore,
+    GcsStore,
+    MemoryStore,
+    S3Store,
+    Store,
+    obstore_filesystem,
+    unique_name,
+)
 
-STORE_KINDS = ("path", "file", "memory", "moto", "seaweed", "obstore", "webdav")
+STORE_KINDS = ("path", "file", "memory", "moto", "seaweed", "obstore", "webdav", "azure", "gcs")
+
+# Read when gcsfs is imported; see `GcsServer`.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -37,6 +52,20 @@ def moto_server() -> Iterator[MotoServer]:
 @pytest.fixture(scope="session")
 def webdav() -> Iterator[WebdavServer]:
     with WebdavServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[AzuriteServer]:
+    if shutil.which("azurite-blob") is None:
+        pytest.skip("no Azure emulator: `npm install azurite`, and put node_modules/.bin on the path")
+    with AzuriteServer(bucket="test-container") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[GcsServer]:
+    with GcsServer(bucket="test-bucket") as server:
         yield server
 
 
@@ -102,6 +131,12 @@ def _make_store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> St
         server: WebdavServer = request.getfixturevalue("webdav")
         name = unique_name()
         return FolderStore(server.folder / name, f"webdav://{name}", server.storage_options())
+    if kind == "azure":
+        azurite: AzuriteServer = request.getfixturevalue("azurite")
+        return AzureStore(azurite.container_client(), azurite.storage_options())
+    if kind == "gcs":
+        gcs: GcsServer = request.getfixturevalue("gcs")
+        return GcsStore(gcs.endpoint_url, gcs.bucket, gcs.storage_options())
     names = ("moto_server", "moto_client") if kind == "moto" else ("seaweed", "seaweed_client")
     s3, client = (request.getfixturevalue(name) for name in names)
     if kind == "obstore":

@@ -179,7 +179,7 @@ def decode(data: bytes, save_id: str, where: str, metadata_crc: int | None = Non
             the same folder; or ``.metadata`` is not as it was written.
     """
     try:
-        document = json.loads(data)
+        document = json.loads(data.decode())
         if document["format_version"] != _FORMAT_VERSION:
             raise ValueError(f"format version {document['format_version']!r}, this package knows {_FORMAT_VERSION}")
         owner, wanted = document["save_id"], document["metadata_crc32c"]

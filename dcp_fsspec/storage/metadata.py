@@ -101,22 +101,43 @@ def _check(metadata: Metadata, where: str) -> None:
             raise TypeError(f"{fqn} is neither a tensor nor bytes")
     checked: set[str] = set()
     for index, info in metadata.storage_data.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):
+        if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo) or not _is_index(index):
             raise TypeError("storage_data holds something else than items")
-        if info.relative_path not in checked:
+        if not isinstance(info.relative_path, str) or info.relative_path not in checked:
             _check_path(info.relative_path, where)
             checked.add(info.relative_path)
         if not (_is_count(info.offset) and _is_count(info.length)):
             raise ValueError(f"{index.fqn} lies at offset {info.offset}, length {info.length}")
+        if not _are_texts(getattr(info, "transform_descriptors", None) or ()):
+            raise TypeError(f"{index.fqn} has strange transforms")
     _check_overlaps(metadata.storage_data.items())
+    if not isinstance(getattr(metadata, "storage_meta", None), StorageMeta | None):
+        raise TypeError("storage_meta is none")
+
+
+def _is_index(index: MetadataIndex) -> bool:
+    offset, number = index.offset, index.index
+    return (
+        isinstance(index.fqn, str)
+        and (offset is None or (isinstance(offset, tuple) and all(map(_is_count, offset))))
+        and (number is None or _is_count(number))
+    )
+
+
+def _are_texts(values: object) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(value, str) for value in values)
 
 
 def _check_tensor(fqn: str, record: TensorStorageMetadata) -> None:
     if not isinstance(record.properties.dtype, torch.dtype):
         raise TypeError(f"{fqn} has no dtype")
-    if math.prod(record.size) > _MAX_SIZE or not all(_is_count(size) for size in record.size):
+    if not isinstance(record.size, tuple) or not isinstance(record.chunks, list):
+        raise TypeError(f"{fqn} has no shape")
+    if not all(map(_is_count, record.size)) or math.prod(record.size) > _MAX_SIZE:
         raise ValueError(f"{fqn} has the absurd shape {tuple(record.size)}")
     for chunk in record.chunks:
+        if not isinstance(chunk.offsets, tuple) or not isinstance(chunk.sizes, tuple):
+            raise TypeError(f"{fqn} has a chunk without a shape")
         fits = len(chunk.offsets) == len(chunk.sizes) == len(record.size) and all(
             _is_count(offset) and _is_count(size) and offset + size <= whole
             for offset, size, whole in zip(chunk.offsets, chunk.sizes, record.size, strict=True)

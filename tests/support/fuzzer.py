@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_fsspec import DcpFsspecError, FsspecStorageReader, FsspecStorageWriter, verify
-from dcp_fsspec.storage.torch_internals import ExtensionRegistry
 from support.mutations import mutated, mutated_archive, mutated_json, mutated_program, random_program
 
 Files = dict[str, bytes]
@@ -99,10 +99,9 @@ class _WholeTargets(dcp.DefaultLoadPlanner):
 
 def _corpus(folder: Path) -> list[Files]:
     """Return good checkpoints of every kind."""
-    zstd = ExtensionRegistry().from_descriptor_list(["stream.zstd/1"])
     writers: list[Any] = [
         FsspecStorageWriter(folder / "plain"),
-        FsspecStorageWriter(folder / "packed", extensions=zstd),
+        FsspecStorageWriter(folder / "packed", extensions=[ZStandard()]),
         dcp.FileSystemWriter(folder / "stock"),
     ]
     for writer in writers:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import urllib.request
 import uuid
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
@@ -157,6 +160,71 @@ class S3Store(Store):
         if self.storage_options is not None:
             # fsspec shares one instance, and with it listings, between all users of equal options.
             fsspec.filesystem("s3", **self.storage_options).invalidate_cache()
+
+
+class AzureStore(Store):
+    """A prefix in a container; raw access by Azure's own client.
+
+    Args:
+        client: of the container.
+        storage_options: as for `Store`.
+    """
+
+    def __init__(self, client: Any, storage_options: dict[str, Any]) -> None:
+        self.client = client
+        self.prefix = unique_name()
+        super().__init__(f"abfs://{client.container_name}/{self.prefix}", storage_options)
+
+    def raw_list(self) -> dict[str, int]:
+        found = self.client.list_blobs(name_starts_with=f"{self.prefix}/")
+        return {blob.name.removeprefix(f"{self.prefix}/"): int(blob.size) for blob in found}
+
+    def raw_read(self, name: str) -> bytes:
+        return bytes(self.client.download_blob(f"{self.prefix}/{name}").readall())
+
+    def raw_write(self, name: str, data: bytes) -> None:
+        self.client.upload_blob(f"{self.prefix}/{name}", data, overwrite=True)
+
+    def raw_delete(self, name: str) -> None:
+        self.client.delete_blob(f"{self.prefix}/{name}")
+
+
+class GcsStore(Store):
+    """A prefix in a bucket; raw access by plain HTTP.
+
+    Args:
+        endpoint_url: of the server.
+        bucket: existing.
+        storage_options: as for `Store`.
+    """
+
+    def __init__(self, endpoint_url: str, bucket: str, storage_options: dict[str, Any]) -> None:
+        self.endpoint_url = endpoint_url
+        self.bucket = bucket
+        self.prefix = unique_name()
+        super().__init__(f"gs://{bucket}/{self.prefix}", storage_options)
+
+    def _object(self, name: str) -> str:
+        return f"/storage/v1/b/{self.bucket}/o/{quote(f'{self.prefix}/{name}', safe='')}"
+
+    def _ask(self, path: str, data: bytes | None = None, method: str | None = None) -> bytes:
+        request = urllib.request.Request(f"{self.endpoint_url}{path}", data=data, method=method)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return bytes(answer.read())
+
+    def raw_list(self) -> dict[str, int]:
+        answer = json.loads(self._ask(f"/storage/v1/b/{self.bucket}/o?prefix={self.prefix}/"))
+        return {item["name"].removeprefix(f"{self.prefix}/"): int(item["size"]) for item in answer.get("items", [])}
+
+    def raw_read(self, name: str) -> bytes:
+        return self._ask(f"{self._object(name)}?alt=media")
+
+    def raw_write(self, name: str, data: bytes) -> None:
+        query = f"uploadType=media&name={quote(f'{self.prefix}/{name}', safe='')}"
+        self._ask(f"/upload/storage/v1/b/{self.bucket}/o?{query}", data, "POST")
+
+    def raw_delete(self, name: str) -> None:
+        self._ask(self._object(name), method="DELETE")
 
 
 def obstore_filesystem(endpoint_url: str, access_key: str, secret_key: str) -> Any:
