@@ -16,6 +16,9 @@ MAX_SCANNED_BYTES = 1 << 20
 _MAX_DEPTH = 200
 _MAX_MEMO_SLACK = 1 << 16
 _LONG_STRING_BYTES = 64
+_MAX_SMALL = 16
+"""Copies of tuples with so few elements are not counted: those made of opcodes alone grow as fast."""
+
 
 _VARIABLE = {"string1": 1, "unicodestring1": 1, "bytes1": 1, "long1": 1}
 _VARIABLE |= {"string4": 4, "unicodestring4": 4, "bytes4": 4, "long4": 4}
@@ -73,9 +76,10 @@ class _Machine:
         return self.stack[-1]
 
     def _pop(self, count: int) -> list[int]:
-        values = [self.stack.pop() for _ in range(min(count, len(self.stack)))]
+        values = self.stack[-count:]
         if len(values) < count or _MARK in values:
             raise ScanError("it uses a value that is not there")
+        del self.stack[-count:]
         return values
 
     def _pop_to_mark(self) -> list[int]:
@@ -88,10 +92,15 @@ class _Machine:
         raise ScanError("it uses a mark that is not there")
 
     def push_tuple(self, values: list[int]) -> None:
-        depth = 1 + max(values, default=0)
+        depth, size = 1, len(values)
+        for value in values:
+            if value >= depth:
+                depth = value + 1
+            if isinstance(value, _Sized):
+                size += value.size
         if depth > _MAX_DEPTH:
             raise ScanError(f"it nests tuples more than {_MAX_DEPTH} deep")
-        self.stack.append(_sized(len(values) + sum(_size(value) for value in values), depth))
+        self.stack.append(_sized(size, depth) if size > _MAX_SMALL else depth)
 
     def tuple_of(self, count: int) -> None:
         self.push_tuple(self._pop(count))
@@ -100,7 +109,7 @@ class _Machine:
         self.push_tuple(self._pop_to_mark())
 
     def container(self) -> None:
-        self.stack.append(_sized(0))
+        self.stack.append(_Sized())
 
     def container_to_mark(self) -> None:
         self.stack.append(_sized(len(self._pop_to_mark())))
@@ -120,16 +129,16 @@ class _Machine:
 
     def call(self, count: int) -> None:
         """Replace a function and what it is handed by what it returns."""
-        for value in self._pop(count):
-            self._copy(value)
-        self.stack.append(0)
+        size = sum(_size(value) for value in self._pop(count))
+        self._copy(size)
+        self.stack.append(_sized(size) if size else 0)
 
     def build(self) -> None:
-        self._copy(*self._pop(1))
+        self._copy(_size(*self._pop(1)))
         self._top()
 
-    def _copy(self, value: int) -> None:
-        self._left -= _size(value)
+    def _copy(self, size: int) -> None:
+        self._left -= size
         if self._left < 0:
             raise ScanError("it makes many copies of the same values")
 
@@ -241,9 +250,9 @@ def scan(data: bytes, *, persistent_ids: bool = False) -> None:
 
     Raises:
         ScanError: it ends early, uses an opcode that is not needed, a memo out of proportion, nests too deep, or
-            copies more than it is long.
+            copies much more than it is long.
     """
-    machine = _Machine(len(data) + _MAX_MEMO_SLACK)
+    machine = _Machine(4 * len(data) + _MAX_MEMO_SLACK)
     push = machine.stack.append
     position, end = 0, len(data)
     while position < end:
