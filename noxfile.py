@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -13,6 +15,7 @@ nox.options.error_on_missing_interpreters = True
 GROUPS = tomllib.loads(Path("pyproject.toml").read_text())["dependency-groups"]
 CHECKED_BY_RUFF = ("dcp_fsspec", "tests", "examples", "benchmarks", "noxfile.py")
 CHECKED_BY_MYPY = ("dcp_fsspec", "benchmarks", "examples", "tests/support")
+AZURITE = "azurite@3.35.0"
 
 
 def install(session: nox.Session, *requirements: str, groups: tuple[str, ...]) -> None:
@@ -37,10 +40,25 @@ def types(session: nox.Session) -> None:
     session.run("mypy", "--strict", *CHECKED_BY_MYPY)
 
 
+def install_azurite(session: nox.Session) -> None:
+    """Put Azure's emulator beside the session's Python. Without npm, the tests that need it skip and say so."""
+    npm = shutil.which("npm")
+    if npm is None:
+        session.warn("npm is missing: the tests on Azure will be skipped")
+        return
+    folder = Path(session.virtualenv.location) / "npm"
+    programs = folder / "node_modules" / ".bin"
+    if not (programs / "azurite-blob").exists():
+        quiet = ("--silent", "--no-audit", "--no-fund", "--no-save")
+        session.run(npm, "install", *quiet, "--prefix", str(folder), AZURITE, external=True)
+    session.env["PATH"] = os.pathsep.join([*session.bin_paths, str(programs), os.environ["PATH"]])
+
+
 @nox.session(venv_backend="venv")
 def tests(session: nox.Session) -> None:
     """The tests, against the built wheel. Arguments after `--` go to pytest."""
     install(session, ".", groups=("test", "peers"))
+    install_azurite(session)
     session.run("pytest", "-q", *session.posargs)
 
 
@@ -51,6 +69,14 @@ def crash(session: nox.Session) -> None:
     session.env |= {"DCP_FSSPEC_CRASH_POINTS": "all", "DCP_FSSPEC_STATEFUL_EXAMPLES": "200"}
     tests = ("tests/faults/test_fault_kills.py", "tests/stateful")
     session.run("pytest", "-q", "-s", "-o", "timeout=3600", *tests, *session.posargs)
+
+
+@nox.session(venv_backend="venv")
+def fuzz(session: nox.Session) -> None:
+    """Ten minutes of damaged and hostile checkpoints. Arguments after `--` go to the fuzzer."""
+    install(session, ".", groups=("test",))
+    arguments = session.posargs or ["--seconds", "600"]
+    session.run("python", "-m", "support.fuzzer", *arguments, env={"PYTHONPATH": "tests"})
 
 
 @nox.session(venv_backend="venv")

@@ -119,7 +119,7 @@ class Store:
         except OSError as error:
             with self._errors.translated("read", self.url):
                 raise error
-        except (ValueError, ImportError, TypeError) as error:
+        except Exception as error:  # Constructors raise whatever their libraries do.
             known = ", ".join(sorted(fsspec.available_protocols()))
             raise ConfigurationError(
                 f"{self.url}: no filesystem for this url and these storage_options: {self._errors.quote(error)}. "

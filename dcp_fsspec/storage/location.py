@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 from dcp_fsspec.errors import ConfigurationError
 
@@ -15,13 +16,18 @@ _SCHEME = re.compile(r"^(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
 _SWALLOWED_SLASH = re.compile(r"^(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]+):/(?!/)")
 _SWALLOWED_IN_PATH = re.compile(r"/(?P<scheme>s3a?|gc?s|abfss?|az|https?|memory|webdav|sftp):/(?!/)")
 _USERINFO = re.compile(
-    # user:password@ anywhere, a lone token@ in web addresses; not the container of abfs://container@account
+    # user:password@ anywhere, a lone token@ in web addresses; not the container of
+    # abfs://container@account; and user:password@ where one of the slashes was lost.
     r"(?<=://)[^/@\s:]*:[^/@\s]+@|(?<=http://)[^/@\s]+@|(?<=https://)[^/@\s]+@"
+    r"|(?<=[A-Za-z0-9]:/)[^/@\s:]*:[^/@\s]+@"
 )
 _SIGNED_QUERY = re.compile(
-    r"(?i)\b(x-amz-[a-z\-]+|x-goog-[a-z\-]+|sig|signature|awsaccesskeyid|token|access_token)=[^&\s'\"]+"
+    r"(?i)\b(x-amz-[a-z\-]+|x-goog-[a-z\-]+|sig|signature|awsaccesskeyid|token|access_token|api_?key|client_secret|"
+    r"password|accountkey|sharedaccesssignature)=[^&;\s'\"]+"
 )
-_SECRET_NAME = re.compile(r"(?i)key|secret|token|passw|credential|sas|connection_string|auth|cookie")
+_SECRET_NAME = re.compile(
+    r"(?i)key|secret|token|passw|passphrase|pwd|credential|sas|signature|connection_?string|auth|bearer|cookie"
+)
 _MIN_SECRET_LENGTH = 6
 """Shorter option values are not hidden: replacing them would garble ordinary words."""
 
@@ -42,8 +48,8 @@ def normalize_url(url: str | os.PathLike[str]) -> str:
     if swallowed:
         scheme = swallowed["scheme"]
         raise ConfigurationError(
-            f"{text!r} has one slash after '{scheme}:': a path library (pathlib, os.path.normpath) swallowed the "
-            f"other one. Pass the url as a plain string, '{scheme}://...'."
+            f"{redact(text)!r} has one slash after '{scheme}:': a path library (pathlib, os.path.normpath) swallowed "
+            f"the other one. Pass the url as a plain string, '{scheme}://...'."
         )
     if "?versionId=" in text and _SCHEME.match(text):
         raise ConfigurationError(
@@ -83,8 +89,25 @@ def redact(text: str, secrets: tuple[str, ...] = ()) -> str:
 
 
 def secrets_of(storage_options: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return the values in nested `storage_options` whose names say that they are secret, longest first."""
-    return tuple(sorted(set(_secret_values(storage_options or {}, False)), key=len, reverse=True))
+    """Return the values in nested `storage_options` whose names say that they are secret, longest first.
+
+    Each comes in every form in which a library may show it: as it is, escaped, quoted as in a url, and the parts of a
+    connection string alone.
+    """
+    plain = set(_secret_values(storage_options or {}, False))
+    parts = {part.partition("=")[2] for value in plain for part in re.split("[;&?]", value) if _is_secret_part(part)}
+    secrets = {value for value in plain | parts if len(value) >= _MIN_SECRET_LENGTH}
+    forms = (str, _escaped, lambda text: quote(text, safe=""), quote, quote_plus)
+    return tuple(sorted({form(secret) for secret in secrets for form in forms}, key=len, reverse=True))
+
+
+def _is_secret_part(part: str) -> bool:
+    name = part.partition("=")[0]
+    return bool(_SECRET_NAME.search(name)) or name.lower() == "sig"
+
+
+def _escaped(text: str) -> str:
+    return repr(text)[1:-1]
 
 
 def _secret_values(value: object, secret: bool) -> Iterator[str]:
@@ -94,5 +117,7 @@ def _secret_values(value: object, secret: bool) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _secret_values(inner, secret)
-    elif secret and isinstance(value, str) and len(value) >= _MIN_SECRET_LENGTH:
+    elif secret and isinstance(value, bytes):
+        yield value.decode(errors="replace")
+    elif secret and isinstance(value, str):
         yield value

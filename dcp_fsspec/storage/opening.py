@@ -26,7 +26,7 @@ def open_filesystem(
         extra: Passed to the filesystem's class when one is made.
 
     Raises:
-        ValueError, ImportError, TypeError: fsspec knows no such protocol, or the options do not fit it.
+        Exception: fsspec knows no such protocol, or the options do not fit it.
         ConfigurationError: `given` speaks another protocol.
     """
     if given is not None:

@@ -74,12 +74,22 @@ class Translator:
 
     def cause(self, error: BaseException) -> BaseException:
         """Return `error` as a cause to show, or a stand-in when its text, or its own cause's, holds a secret."""
-        link: BaseException | None = error
-        while link is not None:
-            if redact(str(link), self._secrets) != str(link):
-                return RuntimeError(self.quote(error))
-            link = link.__cause__ or link.__context__
+        if any(redact(text, self._secrets) != text for text in _texts(error, set())):
+            return RuntimeError(self.quote(error))
         return error
+
+
+def _texts(error: BaseException | None, seen: set[int]) -> Iterator[str]:
+    """Return all that a traceback of `error` may show of its values: its own, its notes', its causes', its group's."""
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    yield str(error)
+    yield repr(error)
+    yield from map(str, getattr(error, "__notes__", ()))
+    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    for inner in (error.__cause__, error.__context__, *members):
+        yield from _texts(inner, seen)
 
 
 def _precondition_failed(error: Exception) -> bool:

@@ -1,5 +1,6 @@
 """Stored bytes that are not those that were written: named, by file and item, and never loaded."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_fsspec import CorruptCheckpointError, FsspecStorageReader, FsspecStorageWriter, verify
+from dcp_fsspec import (
+    CorruptCheckpointError,
+    FsspecStorageReader,
+    FsspecStorageWriter,
+    UnsafeCheckpointError,
+    verify,
+)
 from support.tensors import assert_bits_equal
 
 
@@ -53,6 +60,22 @@ def load_error(folder: Path, **options: Any) -> Exception:
     return reason
 
 
+def outcome_of(folder: Path) -> tuple[dict[str, Any], BaseException | None]:
+    target = blank()
+    try:
+        dcp.load(target, storage_reader=FsspecStorageReader(folder))
+    except CheckpointException as error:
+        return target, error.failures[0][0]
+    return target, None
+
+
+def verifies(folder: Path) -> bool:
+    try:
+        return verify(folder).ok
+    except (CorruptCheckpointError, UnsafeCheckpointError):
+        return False
+
+
 def same(loaded: dict[str, Any]) -> bool:
     for key, value in state().items():
         if isinstance(value, torch.Tensor):
@@ -91,6 +114,65 @@ def test_any_flipped_bit_is_found(saved: Path, data: st.DataObject) -> None:
     finally:
         file.write_bytes(good)
     assert same(load(saved))
+
+
+@given(st.data())
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+def test_any_flipped_bit_of_the_small_files_is_found_or_does_no_harm(saved: Path, data: st.DataObject) -> None:
+    file = saved / data.draw(st.sampled_from([".metadata", "checksums.json"]))
+    good = file.read_bytes()
+    at = data.draw(st.integers(0, len(good) - 1))
+    bad = bytearray(good)
+    bad[at] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(bad)
+    try:
+        loaded, reason = outcome_of(saved)
+        if reason is None:
+            assert same(loaded)
+        else:
+            assert isinstance(reason, CorruptCheckpointError | UnsafeCheckpointError), reason
+            assert str(saved) in str(reason)
+            assert not verifies(saved)
+    finally:
+        file.write_bytes(good)
+
+
+def test_metadata_of_another_moment_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "c")
+    found = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    found.planner_data = {}
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(found, protocol=4))
+    error = load_error(tmp_path / "c")
+    assert isinstance(error, CorruptCheckpointError)
+    assert ".metadata" in str(error)
+    with pytest.raises(CorruptCheckpointError, match="metadata"):
+        verify(tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", [".metadata", "checksums.json"])
+@pytest.mark.parametrize("left", [0.0, 0.3, 0.99])
+def test_a_small_file_that_is_cut_short(tmp_path: Path, name: str, left: float) -> None:
+    save(tmp_path / "c")
+    file = tmp_path / "c" / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(left * len(whole))])
+    error = load_error(tmp_path / "c")
+    assert isinstance(error, CorruptCheckpointError)
+    assert str(file) in str(error)
+    with pytest.raises(CorruptCheckpointError, match=name):
+        verify(tmp_path / "c")
+
+
+def test_a_shard_file_in_the_place_of_another(tmp_path: Path) -> None:
+    big = {f"w{number}": torch.full((40_000,), float(number)) for number in range(4)}
+    dcp.save(big, storage_writer=FsspecStorageWriter(tmp_path, shard_bytes=64 << 10))
+    one, other, *_ = sorted(file for file in tmp_path.glob("*.distcp") if file.stat().st_size > 10_000)
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    with pytest.raises(CheckpointException, match="CorruptCheckpointError"):
+        dcp.load({name: torch.zeros(40_000) for name in big}, storage_reader=FsspecStorageReader(tmp_path))
+    assert {problem.file for problem in verify(tmp_path).problems} == {one.name, other.name}
 
 
 def test_a_good_checkpoint_has_no_problem(saved: Path) -> None:

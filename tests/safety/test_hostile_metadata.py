@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_fsspec import CorruptCheckpointError, FsspecStorageReader, FsspecStorageWriter, UnsafeCheckpointError
-from dcp_fsspec.storage import metadata
+from dcp_fsspec.storage import metadata, pickle_scan
 
 URL = "s3://bucket/ckpt/.metadata"
 
@@ -188,6 +188,9 @@ NONSENSE = {
     "gigantic shape": with_tensor((1 << 40, 1 << 40), (0, 0), (2, 3)),
     "chunk outside": with_tensor((2, 3), (1, 0), (2, 3)),
     "chunk of other dimensions": with_tensor((2, 3), (0,), (2,)),
+    "an index of text": broken(storage_data={MetadataIndex("w", index="x"): _StorageInfo("a", 0, 1)}),  # type: ignore[arg-type]
+    "a storage_meta that is none": broken(storage_meta=["x"]),
+    "transforms that are none": broken(storage_data={MetadataIndex("b"): _StorageInfo("a", 0, 1, [3])}),  # type: ignore[list-item]
     "no dtype": with_tensor((2, 3), (0, 0), (2, 3), dtype="float32"),
 }
 
@@ -203,6 +206,25 @@ def test_a_huge_memo_is_not_made() -> None:
     with pytest.raises(CorruptCheckpointError, match="memo"):
         metadata.decode(b"\x80\x04K\x01r\xff\xff\xff\x7f.", URL)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+COPIES = {
+    "a shape": (b"(" + b"K\1" * 50_000 + b"t", b"\x8c\5torch\x8c\4Size\x93h\0\x85R"),
+    "a path": (b"X\0\0\1\0" + b"a" * 65536, b"\x8c\7pathlib\x8c\tPosixPath\x93h\0h\0\x86R"),
+    "a state": (
+        b"}(" + b"".join(b"\x8c\5%05dN" % number for number in range(30_000)) + b"u",
+        b"ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n)\x81h\0b",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_one_value_are_not_made(name: str) -> None:
+    what, each = COPIES[name]
+    data = b"\x80\4" + what + b"\x94](" + each * 5000 + b"e."
+    assert len(data) < pickle_scan.MAX_SCANNED_BYTES
+    with pytest.raises(CorruptCheckpointError, match="copies"):
+        metadata.decode(data, URL)
 
 
 @pytest.mark.parametrize("wrap", [b"\x85", b"\x94h\x00\x85"])
