@@ -23,6 +23,7 @@ _FRESH_PREFIX = "dcp_fsspec-fresh-"
 _SAVE_ID = re.compile(rf"(?:{_PREFIX}|{_FRESH_PREFIX})[0-9a-f\-]{{36}}")
 
 _FORMAT_VERSION = 1
+_MAX_NUMBER = 1 << 50
 _POLYNOMIAL = 0x82F63B78
 """CRC-32C (Castagnoli), bits reversed, as in RFC 3720."""
 
@@ -200,14 +201,25 @@ def decode(data: bytes, save_id: str, where: str, metadata_crc: int | None = Non
 
 
 def _file_record(record: dict[str, object]) -> FileChecksums:
-    num_bytes, crc, items = record["bytes"], record["crc32c"], record["items"]
-    if not isinstance(num_bytes, int) or not isinstance(crc, int) or not isinstance(items, list):
-        raise TypeError("a shard file's record has values of the wrong type")
-    return FileChecksums(
-        num_bytes,
-        crc,
-        {(int(start), int(length)): ItemRecord(int(item), int(payload)) for start, length, item, payload in items},
-    )
+    num_bytes, crc, items = _count(record["bytes"]), _count(record["crc32c"]), record["items"]
+    if not isinstance(items, list):
+        raise TypeError("a shard file's record has no list of items")
+    records = {}
+    for item in items:
+        start, length, item_crc, payload_at = map(_count, item)
+        records[start, length] = ItemRecord(item_crc, payload_at)
+    return FileChecksums(num_bytes, crc, records)
+
+
+def _count(value: object) -> int:
+    """Return a size, a place or a checksum as it may be.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
+        raise ValueError(f"{str(value)[:40]} where a number of bytes or a checksum belongs")
+    return value
 
 
 def check_item(section: Section, name: str, offset: int, data: Buffer, what: str) -> None:

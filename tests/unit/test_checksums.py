@@ -80,3 +80,13 @@ def test_saves_of_others_have_none() -> None:
 def test_damage_is_named(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError, match=re.escape("s3://b/checksums.json")):
         checksums.decode(data, SAVE, "s3://b/checksums.json")
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("value", [-1, 1 << 60, 1.0, True, "1", None, float("inf")])
+def test_a_number_that_is_none_is_refused(place: int, value: object) -> None:
+    section = {"a": FileChecksums.of_items({(0, 3): ItemRecord(5, 2)})}
+    document = json.loads(checksums.encode(section, SAVE, 7))
+    document["files"]["a"]["items"][0][place] = value
+    with pytest.raises(CorruptCheckpointError, match="not readable"):
+        checksums.decode(json.dumps(document).encode(), SAVE, "url")
