@@ -9,7 +9,7 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "types", "tests"]
+nox.options.sessions = ["lint", "types", "docs", "tests"]
 nox.options.error_on_missing_interpreters = True
 
 GROUPS = tomllib.loads(Path("pyproject.toml").read_text())["dependency-groups"]
@@ -77,6 +77,13 @@ def fuzz(session: nox.Session) -> None:
     install(session, ".", groups=("test",))
     arguments = session.posargs or ["--seconds", "600"]
     session.run("python", "-m", "support.fuzzer", *arguments, env={"PYTHONPATH": "tests"})
+
+
+@nox.session(venv_backend="venv")
+def docs(session: nox.Session) -> None:
+    """The pages in docs/, into site/; a warning is an error."""
+    install(session, ".", groups=("docs",))
+    session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session(venv_backend="venv")
