@@ -6,15 +6,18 @@ write of ``.metadata`` swaps shard files and checksums together, and no two save
 """
 
 import functools
+import itertools
 import json
 import re
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 from crc32c import crc32c
 
 from dcp_fsspec.errors import CorruptCheckpointError
+from dcp_fsspec.storage.bulk import collection_held_off
 
 FILE_NAME = "checksums.json"
 
@@ -180,7 +183,8 @@ def decode(data: bytes, save_id: str, where: str, metadata_crc: int | None = Non
             the same folder; or ``.metadata`` is not as it was written.
     """
     try:
-        document = json.loads(data.decode())
+        with collection_held_off():
+            document = json.loads(data.decode())
         if document["format_version"] != _FORMAT_VERSION:
             raise ValueError(f"format version {document['format_version']!r}, this package knows {_FORMAT_VERSION}")
         owner, wanted = document["save_id"], document["metadata_crc32c"]
@@ -204,11 +208,18 @@ def _file_record(record: dict[str, object]) -> FileChecksums:
     num_bytes, crc, items = _count(record["bytes"]), _count(record["crc32c"]), record["items"]
     if not isinstance(items, list):
         raise TypeError("a shard file's record has no list of items")
-    records = {}
-    for item in items:
-        start, length, item_crc, payload_at = map(_count, item)
-        records[start, length] = ItemRecord(item_crc, payload_at)
-    return FileChecksums(num_bytes, crc, records)
+    if not set(map(type, itertools.chain.from_iterable(items))) <= {int}:
+        raise TypeError("an item's record holds something else than counts")
+    rows = np.array(items or np.empty((0, 4), dtype=np.int64))
+    if rows.dtype != np.int64 or rows.shape != (len(items), 4):
+        raise ValueError("an item's record is not four counts")
+    if items and not 0 <= rows.min() <= rows.max() <= _MAX_NUMBER:
+        raise ValueError("an item's record has an absurd count")
+    return FileChecksums(
+        num_bytes,
+        crc,
+        {(start, length): ItemRecord(item_crc, payload_at) for start, length, item_crc, payload_at in rows.tolist()},
+    )
 
 
 def _count(value: object) -> int:

@@ -1,10 +1,13 @@
 """The stock ``.metadata`` file: written as stock writers do, read by an allow-list, checked before it is believed."""
 
-import itertools
+import copyreg
+import io
 import math
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -17,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_fsspec.errors import CorruptCheckpointError, UnsafeCheckpointError
 from dcp_fsspec.storage import safe_pickle
+from dcp_fsspec.storage.bulk import collection_held_off
 from dcp_fsspec.storage.location import is_safe_relative
 from dcp_fsspec.storage.torch_internals import DCP_VERSION, StorageInfo
 
@@ -37,7 +41,10 @@ def encode(metadata: Metadata, storage_data: Mapping[MetadataIndex, StorageInfo]
     metadata.version = DCP_VERSION
     metadata.storage_data = storage_data
     metadata.storage_meta = storage_meta
-    return pickle.dumps(metadata, protocol=4)
+    stream = io.BytesIO()
+    with collection_held_off():
+        _Pickler(stream, protocol=4).dump(metadata)
+    return stream.getvalue()
 
 
 def decode(data: bytes, where: str) -> Metadata:
@@ -51,9 +58,10 @@ def decode(data: bytes, where: str) -> Metadata:
         UnsafeCheckpointError: it would run code, or reach files outside of its folder.
         CorruptCheckpointError: it is damaged, or contradicts itself.
     """
-    metadata = safe_pickle.loads(data, where)
     try:
-        _check(metadata, where)
+        with collection_held_off():
+            metadata = safe_pickle.loads(data, where)
+            _check(metadata, where)
     except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
         raise CorruptCheckpointError(f"{where} is not in the form of checkpoint metadata: {error!r}") from error
     if getattr(metadata, "storage_meta", None) is None:
@@ -89,6 +97,31 @@ def chunk_of(metadata: Metadata, index: MetadataIndex) -> tuple[TensorStorageMet
     raise KeyError(index)
 
 
+class _Pickler(pickle.Pickler):
+    """Writes what `pickle` writes, faster: a million records need not be asked how they are pickled."""
+
+    def __init__(self, stream: io.BytesIO, protocol: int) -> None:
+        super().__init__(stream, protocol)
+        self._sizes: dict[torch.Size, torch.Size] = {}
+        self.dispatch_table = {
+            **copyreg.dispatch_table,
+            MetadataIndex: self._record,
+            ChunkStorageMetadata: self._record,
+            StorageInfo: self._stored,
+        }
+
+    def _record(self, record: MetadataIndex | ChunkStorageMetadata) -> tuple[Any, ...]:
+        # Equal shapes and offsets are written once, and later only referred to.
+        return copyreg.__newobj__, (type(record),), {name: self._shared(one) for name, one in vars(record).items()}  # type: ignore[attr-defined]
+
+    def _shared(self, value: Any) -> Any:
+        return self._sizes.setdefault(value, value) if type(value) is torch.Size else value
+
+    @staticmethod
+    def _stored(info: StorageInfo) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (StorageInfo,), vars(info)  # type: ignore[attr-defined]
+
+
 def _check(metadata: Metadata, where: str) -> None:
     if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(metadata.storage_data, dict):
         raise TypeError("state_dict_metadata and storage_data must be dicts")
@@ -99,29 +132,51 @@ def _check(metadata: Metadata, where: str) -> None:
             _check_tensor(fqn, record)
         elif not isinstance(record, BytesStorageMetadata):
             raise TypeError(f"{fqn} is neither a tensor nor bytes")
-    checked: set[str] = set()
-    for index, info in metadata.storage_data.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo) or not _is_index(index):
-            raise TypeError("storage_data holds something else than items")
-        if not isinstance(info.relative_path, str) or info.relative_path not in checked:
-            _check_path(info.relative_path, where)
-            checked.add(info.relative_path)
-        if not (_is_count(info.offset) and _is_count(info.length)):
-            raise ValueError(f"{index.fqn} lies at offset {info.offset}, length {info.length}")
-        if not _are_texts(getattr(info, "transform_descriptors", None) or ()):
-            raise TypeError(f"{index.fqn} has strange transforms")
-    _check_overlaps(metadata.storage_data.items())
+    _check_items(metadata.storage_data, where)
     if not isinstance(getattr(metadata, "storage_meta", None), StorageMeta | None):
         raise TypeError("storage_meta is none")
+
+
+def _check_items(storage_data: Mapping[MetadataIndex, StorageInfo], where: str) -> None:
+    files: dict[str, list[tuple[int, int]]] = {}
+    for index, info in storage_data.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo) or not _is_index(index):
+            raise TypeError("storage_data holds something else than items")
+        path, offset, length = info.relative_path, info.offset, info.length
+        places = files.get(path) if isinstance(path, str) else None
+        if places is None:
+            _check_path(path, where)
+            places = files[path] = []
+        if type(offset) is not int or type(length) is not int:
+            raise TypeError(f"{index.fqn} lies at no place")
+        places.append((offset, length))
+        transforms = getattr(info, "transform_descriptors", None)
+        if transforms and not _are_texts(transforms):
+            raise TypeError(f"{index.fqn} has strange transforms")
+    for path, places in files.items():
+        _check_places(path, np.array(places, dtype=np.int64))
+
+
+def _check_places(path: str, places: "np.ndarray[Any, np.dtype[np.int64]]") -> None:
+    """Refuse places of items in one file, rows of offset and length, that are absurd or overlap."""
+    if places.min() < 0 or places.max() > _MAX_SIZE:
+        raise ValueError(f"an item of {path} lies at an absurd place")
+    places = places[np.lexsort((places[:, 1], places[:, 0]))]
+    if (places[1:, 0] < places[:-1].sum(axis=1)).any():
+        raise ValueError(f"items overlap in {path}")
 
 
 def _is_index(index: MetadataIndex) -> bool:
     offset, number = index.offset, index.index
     return (
         isinstance(index.fqn, str)
-        and (offset is None or (isinstance(offset, tuple) and all(map(_is_count, offset))))
+        and (offset is None or (type(offset) is torch.Size and min(offset, default=0) >= 0) or _are_counts(offset))
         and (number is None or _is_count(number))
     )
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, tuple) and all(map(_is_count, values))
 
 
 def _are_texts(values: object) -> bool:
@@ -135,15 +190,22 @@ def _check_tensor(fqn: str, record: TensorStorageMetadata) -> None:
         raise TypeError(f"{fqn} has no shape")
     if not all(map(_is_count, record.size)) or math.prod(record.size) > _MAX_SIZE:
         raise ValueError(f"{fqn} has the absurd shape {tuple(record.size)}")
-    for chunk in record.chunks:
-        if not isinstance(chunk.offsets, tuple) or not isinstance(chunk.sizes, tuple):
+    offsets = _rows(fqn, [chunk.offsets for chunk in record.chunks], len(record.size))
+    sizes = _rows(fqn, [chunk.sizes for chunk in record.chunks], len(record.size))
+    whole = np.array(record.size, dtype=np.int64)
+    if (offsets < 0).any() or (sizes < 0).any() or (offsets > whole).any() or (sizes > whole - offsets).any():
+        raise ValueError(f"{fqn} has a chunk outside of its shape {tuple(record.size)}")
+
+
+def _rows(fqn: str, tuples: list[object], length: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Return tuples of `length` counts as the rows of an array."""
+    for one in tuples:
+        # A torch.Size can hold nothing but integers.
+        if type(one) is not torch.Size and not (isinstance(one, tuple) and all(map(_is_count, one))):
             raise TypeError(f"{fqn} has a chunk without a shape")
-        fits = len(chunk.offsets) == len(chunk.sizes) == len(record.size) and all(
-            _is_count(offset) and _is_count(size) and offset + size <= whole
-            for offset, size, whole in zip(chunk.offsets, chunk.sizes, record.size, strict=True)
-        )
-        if not fits:
-            raise ValueError(f"{fqn} has a chunk outside of its shape {tuple(record.size)}")
+        if len(one) != length:
+            raise ValueError(f"{fqn} has a chunk of another number of dimensions")
+    return np.array(tuples, dtype=np.int64).reshape(len(tuples), length)
 
 
 def _is_count(value: object) -> bool:
@@ -155,10 +217,3 @@ def _check_path(path: object, where: str) -> None:
         raise UnsafeCheckpointError(
             f"{where} was refused: it refers to the file {path!r}, which is not inside the checkpoint's folder"
         )
-
-
-def _check_overlaps(items: Iterable[tuple[MetadataIndex, StorageInfo]]) -> None:
-    placed = sorted((info.relative_path, info.offset, info.length, index.fqn) for index, info in items)
-    for (file, offset, length, fqn), (next_file, next_offset, _, next_fqn) in itertools.pairwise(placed):
-        if file == next_file and next_offset < offset + length:
-            raise ValueError(f"{fqn} and {next_fqn} overlap in {file}")
