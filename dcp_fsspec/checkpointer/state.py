@@ -162,10 +162,29 @@ class OptimizerComponent:
         return Renaming.of(keys, rename)
 
     def state(self) -> dict[str, Any]:
-        """Return state and hyperparameters, flat."""
+        """Return state and hyperparameters, flat; hyperparameters alone of an optimizer that has taken no step."""
+        fresh = [one for _, optimizers in self._pairs for one in optimizers if not one.state]
         parts = self._parts()
+        # torch makes up the state of a fresh optimizer, by a step of learning rate 0 that counts as one.
+        made_up = self._parameters_of(fresh)
+        for one in fresh:
+            one.state.clear()
         names = self._renaming(parts).to_checkpoint
-        return {names[key]: value for part in parts for key, value in part.items()}
+        return {
+            names[key]: value
+            for part in parts
+            for key, value in part.items()
+            if not (key.startswith(_STATE) and parameter_of(key) in made_up)
+        }
+
+    def _parameters_of(self, optimizers: Sequence[Optimizer]) -> set[str]:
+        held = {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
+        return {
+            _own_name(model, name)
+            for model, _ in self._pairs
+            for name, parameter in model.named_parameters()
+            if id(parameter) in held
+        }
 
     def match(self, metadata: Metadata, config: ResumeConfig, *, strict: bool, prefix: str) -> Match:
         """Ask for each key; parameters that never had a gradient and new hyperparameters may be missing."""
@@ -180,7 +199,8 @@ class OptimizerComponent:
             result.problems += [f"{key!r} is missing in the checkpoint" for key in torn]
             foreign = [key for key in report.unexpected if key.startswith(_STATE)]
             result.problems += [f"{key!r} is in the checkpoint only" for key in foreign]
-        if not loaded and any(key.startswith(_STATE) for key in template):
+        is_fresh = not any(name.startswith(prefix + _STATE) for name in metadata.state_dict_metadata)
+        if not loaded and not is_fresh and any(key.startswith(_STATE) for key in template):
             result.problems.append("it holds no state for any parameter of this optimizer")
         return result
 
