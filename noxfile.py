@@ -84,6 +84,9 @@ def docs(session: nox.Session) -> None:
     """The pages in docs/, into site/; a warning is an error."""
     install(session, ".", groups=("docs",))
     session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session(venv_backend="venv")
 def crash_training(session: nox.Session) -> None:
     """Kill the training job at all the moments that the tests know, with each way to save."""
     install(session, ".", groups=("test",))

@@ -8,6 +8,8 @@ have, such as an account; it must be valid Python.
 from __future__ import annotations
 
 import re
+import sys
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,13 +63,15 @@ def _at_hand() -> dict[str, Any]:
 @pytest.mark.parametrize("path", FILES, ids=[path.name for path in FILES])
 def test_the_python_blocks_run_in_their_order(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = _at_hand()
+    module = types.ModuleType("blocks_of_a_page")  # Classes that a block defines can be pickled by their names.
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.__dict__.update(_at_hand())
     blocks = _blocks(path)
     assert len(blocks) == path.read_text(encoding="utf-8").count("```python"), "a block is not closed, or indented"
     for block in blocks:
         compiled = compile(block.code.replace("s3://", f"memory://{tmp_path.name}/"), str(path), "exec")
         if not block.only_compiled:
-            exec(compiled, names)
+            exec(compiled, module.__dict__)
 
 
 def test_readme_and_the_migration_page_are_among_the_files() -> None:
