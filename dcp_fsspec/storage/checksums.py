@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -233,26 +233,26 @@ def _count(value: object) -> int:
     return value
 
 
-def check_item(section: Section, name: str, offset: int, data: Buffer, what: str) -> None:
+def check_item(section: Section, name: str, offset: int, buffers: Sequence[Buffer], what: Callable[[], str]) -> None:
     """Compare an item as it was read with what was written.
 
     Args:
         section: Checksums of its save.
         name: Its shard file.
         offset: Where it lies in the file.
-        data: The whole item.
-        what: The item and its url, for messages.
+        buffers: The whole item.
+        what: Gives the item and its url, for messages.
 
     Raises:
         CorruptCheckpointError: it differs, or is not known.
     """
     record = section.get(name)
-    expected = record.items.get((offset, memoryview(data).nbytes)) if record else None
+    expected = record.items.get((offset, sum(map(len, buffers)))) if record else None
     if expected is None:
-        raise CorruptCheckpointError(f"{what} at byte {offset}: {FILE_NAME} does not know this item")
-    actual = crc_of([data])
+        raise CorruptCheckpointError(f"{what()} at byte {offset}: {FILE_NAME} does not know this item")
+    actual = crc_of(buffers)
     if actual != expected.crc:
         raise CorruptCheckpointError(
-            f"{what} at byte {offset}: the stored bytes are not those that were written (CRC32C {actual:08x}, wanted "
+            f"{what()} at byte {offset}: the stored bytes are not those that were written (CRC32C {actual:08x}, wanted "
             f"{expected.crc:08x}). Use another copy or an older checkpoint."
         )

@@ -29,10 +29,12 @@ from dcp_fsspec.errors import (
 from dcp_fsspec.storage import local
 from dcp_fsspec.storage.capabilities import Capabilities, capabilities_of
 from dcp_fsspec.storage.checksums import crc_of
+from dcp_fsspec.storage.clients import client_of
 from dcp_fsspec.storage.location import normalize_root, normalize_url, redact, secrets_of
 from dcp_fsspec.storage.moving import move_over
 from dcp_fsspec.storage.opening import open_filesystem
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS, Retries, expired, passes
+from dcp_fsspec.storage.scratch import MAX_SCRATCH_BYTES, Scratch
 from dcp_fsspec.storage.transfer import Job, Transfer
 from dcp_fsspec.storage.translation import NO_SUCH_FILE, Translator
 
@@ -47,6 +49,8 @@ _REMOVED_AT_ONCE = 1000
 
 _CLEAN_UP_SECONDS = 5.0
 """Patience for removing what nothing refers to."""
+
+_scratch = Scratch()
 
 
 class Store:
@@ -212,35 +216,61 @@ class Store:
     def read_range(self, name: str, start: int, stop: int) -> Buffer:
         """Return the bytes [start, stop) of the file `name`, `stop` exclusive, exactly that many.
 
-        They are valid until the same thread reads again.
+        They are valid until the same thread reads again. Raises what `read_into` raises.
+        """
+        if stop - start > MAX_SCRATCH_BYTES:
+            return self._reading(name, lambda: self._large(name, start, stop))
+        view = _scratch.take(stop - start)
+        self.read_into(name, start, [view])
+        return view
+
+    def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> None:
+        """Fill `views`, one after the other, with the bytes of the file `name` from byte `start` on.
 
         Raises:
             CheckpointNotFoundError: there is no such file.
-            CorruptCheckpointError: it ends before `stop`.
+            CorruptCheckpointError: it ends before the views are full.
             StorageReadError: anything else.
         """
-        if start == stop:
-            return b""
-        return self._reading(name, lambda: self._exactly(name, start, stop))
+        stop = start + sum(map(len, views))
+        if stop > start:
+            self._reading(name, lambda: self._exactly(name, start, stop, lambda: self._fill(name, start, views)))
 
-    def _exactly(self, name: str, start: int, stop: int) -> Buffer:
-        try:
+    def _fill(self, name: str, start: int, views: Sequence[memoryview]) -> int:
+        path = self.path(name)
+        if self.capabilities.local:
+            return local.read_into(path, start, views)
+        self._forget(path)
+        return client_of(self.fs).read_into(path, start, views)
+
+    def _large(self, name: str, start: int, stop: int) -> Buffer:
+        """Read what is too large for memory that is kept; nothing is allocated for bytes that are not there."""
+        data: Buffer = b""
+
+        def fetch() -> int:
+            nonlocal data
             if self.capabilities.local:
-                data: Buffer = local.read_range(self.path(name), start, stop)
+                data = local.read_range(self.path(name), start, stop)
             else:
                 data = self._cat(name, start=start, end=stop)
+                # One that ignores ranges returns the whole file.
+                data = memoryview(data)[start:stop] if len(data) > stop - start else data
+            return len(data)
+
+        self._exactly(name, start, stop, fetch)
+        return data
+
+    def _exactly(self, name: str, start: int, stop: int, fetch: Callable[[], int]) -> None:
+        try:
+            num_bytes = fetch()
         except Exception as error:
             if not passes(error) and not isinstance(error, FileNotFoundError | PermissionError):
                 # Perhaps the range lies beyond the end, for which each library has an error of its own.
                 self._check_size(name, stop)
             raise
-        if len(data) > stop - start:
-            # The filesystem ignored the range and returned the whole file.
-            data = memoryview(data)[start:stop]
-        if len(data) < stop - start:
+        if num_bytes < stop - start:
             self._check_size(name, stop)
-            raise EOFError(f"wanted {stop - start} bytes from byte {start}, got {len(data)}")
-        return data
+            raise EOFError(f"wanted {stop - start} bytes from byte {start}, got {num_bytes}")
 
     def _check_size(self, name: str, stop: int) -> None:
         self.fs.invalidate_cache(self.root)
@@ -253,10 +283,13 @@ class Store:
 
     def _cat(self, name: str, **options: Any) -> bytes:
         path = self.path(name)
-        # Some filesystems remember the size or the listing from before another process wrote.
-        self.fs.invalidate_cache(path.rpartition("/")[0])
+        self._forget(path)
         data: bytes = self.fs.cat_file(path, **options)
         return data
+
+    def _forget(self, path: str) -> None:
+        """Some filesystems remember the size or the listing from before another process wrote."""
+        self.fs.invalidate_cache(path.rpartition("/")[0])
 
     def list_files(self) -> dict[str, int]:
         """Return the names (relative to the folder) and sizes in bytes of all files below the folder."""
@@ -388,11 +421,10 @@ class Store:
         if self.capabilities.local:
             local.publish(path, buffers, create_only=create_only)
             return
-        data = buffers[0] if len(buffers) == 1 and isinstance(buffers[0], bytes) else b"".join(buffers)
         options: dict[str, Any] = {"mode": "create"} if create_only else {}
         if self.capabilities.takes_crc32c and self._checksums_wanted():
             options["ChecksumCRC32C"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
-        self.fs.pipe_file(path, data, **options)
+        client_of(self.fs).put(path, buffers, **options)
 
     def _checksums_wanted(self) -> bool:
         """Some stores reject checksum headers; this is the setting by which botocore leaves its own ones out."""

@@ -5,8 +5,6 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 
-from dcp_fsspec.storage.scratch import Scratch
-
 Buffer = bytes | bytearray | memoryview
 
 _MAX_BUFFERS_A_CALL = 512
@@ -53,11 +51,7 @@ def publish(path: str, buffers: Sequence[Buffer], *, create_only: bool = False) 
 def _write_all(descriptor: int, buffers: Sequence[Buffer]) -> None:
     for batch in _batches([memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]):
         while batch:
-            written = os.writev(descriptor, batch)
-            while batch and written >= len(batch[0]):
-                written -= len(batch.pop(0))
-            if written:
-                batch[0] = batch[0][written:]
+            _drop(batch, os.writev(descriptor, batch))
 
 
 def _batches(views: list[memoryview]) -> Iterator[list[memoryview]]:
@@ -76,31 +70,47 @@ def read(path: str) -> bytes:
         return file.readall()
 
 
-_MAX_SCRATCH_BYTES = 16 << 20
-"""Larger reads, of unusual checkpoints, get a buffer that goes again."""
-
-_scratch = Scratch()
-
-
 def read_range(path: str, start: int, stop: int) -> memoryview:
-    """Return the bytes [start, stop) of the file, fewer if it ends before `stop`.
-
-    They are valid until this thread calls the function again.
-    """
+    """Return the bytes [start, stop) of the file, fewer if it ends before `stop`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # Nothing is allocated for bytes that are not there, whatever a checkpoint claims.
-        size = max(0, min(stop, os.fstat(descriptor).st_size) - start)
-        view = _scratch.take(size) if size <= _MAX_SCRATCH_BYTES else memoryview(bytearray(size))
-        filled = 0
-        while filled < len(view):
-            count = os.preadv(descriptor, [view[filled:]], start + filled)
-            if count == 0:
-                break
-            filled += count
+        view = memoryview(bytearray(max(0, min(stop, os.fstat(descriptor).st_size) - start)))
+        return view[: _fill(descriptor, start, [view])]
     finally:
         os.close(descriptor)
-    return view[:filled]
+
+
+def read_into(path: str, start: int, views: Sequence[memoryview]) -> int:
+    """Fill `views` with what lies from byte `start` on; return how many bytes there were."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _fill(descriptor, start, views)
+    finally:
+        os.close(descriptor)
+
+
+def _fill(descriptor: int, start: int, views: Sequence[memoryview]) -> int:
+    filled = 0
+    for batch in _batches([view for view in views if len(view)]):
+        while batch:
+            count = os.preadv(descriptor, batch, start + filled)
+            if count == 0:
+                return filled
+            filled += count
+            _drop(batch, count)
+    return filled
+
+
+def _drop(batch: list[memoryview], num_bytes: int) -> None:
+    """Take the first `num_bytes` off the buffers."""
+    done = 0
+    while done < len(batch) and num_bytes >= len(batch[done]):
+        num_bytes -= len(batch[done])
+        done += 1
+    del batch[:done]
+    if num_bytes:
+        batch[0] = batch[0][num_bytes:]
 
 
 def sync_folder(path: str) -> None:

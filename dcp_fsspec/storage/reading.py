@@ -27,6 +27,15 @@ from dcp_fsspec.storage import framing
 from dcp_fsspec.storage.byte_items import ByteItems
 from dcp_fsspec.storage.checksums import Section, check_item
 from dcp_fsspec.storage.filesystem import Buffer, Store
+from dcp_fsspec.storage.landing import (
+    MIN_LANDING_BYTES,
+    Consumer,
+    Landing,
+    Layout,
+    can_land,
+    give,
+    tell_autograd,
+)
 from dcp_fsspec.storage.metadata import chunk_of
 from dcp_fsspec.storage.ranges import (
     FETCH_BYTES,
@@ -39,6 +48,7 @@ from dcp_fsspec.storage.ranges import (
     merge,
 )
 from dcp_fsspec.storage.report import ReadReport
+from dcp_fsspec.storage.scratch import MAX_SCRATCH_BYTES, Scratch
 from dcp_fsspec.storage.splitting import cut
 from dcp_fsspec.storage.torch_internals import ExtensionRegistry, StorageInfo, StreamTransformExtension
 from dcp_fsspec.storage.transfer import Job, Transfer
@@ -101,7 +111,7 @@ class _Target:
         return framing.payload_bytes(self.dtype, self.item.lengths)
 
 
-Consumer = Callable[[Buffer], None]
+_scratch = Scratch()
 
 
 class ItemReader:
@@ -114,6 +124,7 @@ class ItemReader:
         self._byte_items = ByteItems(source.store.url, source.trust_pickle)
         # Planners are written for one thread; only the copying runs beside it.
         self._planner_lock = threading.Lock()
+        self._resolved: dict[int, torch.Tensor] = {}
         self._report = ReadReport()
 
     def read(self, items: Sequence[ReadItem]) -> ReadReport:
@@ -131,7 +142,9 @@ class ItemReader:
                 wanted.extend(self._rows(target, by_rows[id(target)]))
             else:
                 start = target.info.offset
-                consumer = functools.partial(self._take_whole, target)
+                consumer = Consumer(
+                    functools.partial(self._take_whole, target), functools.partial(self._land_whole, target)
+                )
                 wanted.append(Wanted(target.info.relative_path, start, start + target.info.length, consumer))
         if self._source.whole_files:
             wanted.extend(self._rest_of_files(targets))
@@ -191,7 +204,7 @@ class ItemReader:
                     target.info.relative_path,
                     target.info.offset,
                     target.info.offset + len(made.head),
-                    functools.partial(take, target),
+                    Consumer(functools.partial(take, target)),
                 )
                 for target in targets
                 if id(target) not in known and (made := target.template) is not None
@@ -225,7 +238,11 @@ class ItemReader:
                 lengths=torch.Size(lengths),
             )
             start = target.info.offset + payload_at
-            consumer = functools.partial(self._take_rows, replace(target, item=part), box.strides)
+            rows = replace(target, item=part)
+            consumer = Consumer(
+                functools.partial(self._take_rows, rows, box.strides),
+                functools.partial(self._land_rows, rows, box.stop - box.start),
+            )
             yield Wanted(target.info.relative_path, start + box.start, start + box.stop, consumer)
 
     def _rest_of_files(self, targets: Sequence[_Target]) -> Iterator[Wanted[Consumer]]:
@@ -237,7 +254,7 @@ class ItemReader:
         for name, planned in planned_by_file.items():
             record = (self._source.checksums or {}).get(name)
             for offset, length in set(record.items if record else ()) - planned:
-                consumer = functools.partial(self._check_bytes, name, offset, f"an item of {length} bytes")
+                consumer = Consumer(functools.partial(self._check_other, name, offset))
                 yield Wanted(name, offset, offset + length, consumer)
 
     # Fetching --------------------------------------------------------------------------------------------
@@ -255,14 +272,22 @@ class ItemReader:
 
     def _run(self, fetch: Fetch[Consumer]) -> None:
         try:
-            data = memoryview(self._source.store.read_range(fetch.file, fetch.start, fetch.stop))
+            hand_over = self._filled(fetch)
         except CheckpointNotFoundError as error:
             where = self._source.store.url_of(fetch.file)
             raise CorruptCheckpointError(f"{where} is missing, it should hold {self._keys(fetch)}: {error}") from error
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error} It should hold {self._keys(fetch)}.") from error
-        for one in fetch.wanted:
-            one.consumer(data[one.start - fetch.start : one.stop - fetch.start])
+        hand_over()
+
+    def _filled(self, fetch: Fetch[Consumer]) -> Callable[[], None]:
+        """Fetch, and return what then tells the consumers."""
+        store = self._source.store
+        if fetch.num_bytes > MAX_SCRATCH_BYTES:
+            return functools.partial(give, fetch, store.read_range(fetch.file, fetch.start, fetch.stop))
+        layout = Layout(fetch, _scratch)
+        store.read_into(fetch.file, fetch.start, layout.views)
+        return layout.hand_over
 
     def _keys(self, fetch: Fetch[Consumer]) -> str:
         """Name the items of a fetch, for messages."""
@@ -276,8 +301,45 @@ class ItemReader:
 
     # Taking what arrived ---------------------------------------------------------------------------------
 
+    def _land_whole(self, target: _Target) -> Landing | None:
+        item, made = target.item, target.template
+        if made is None or made.payload_bytes < MIN_LANDING_BYTES or tuple(item.lengths) != target.sizes:
+            return None
+        destination = self._landing_place(target)
+        if destination is None:
+            return None
+        memory = framing.payload_of(destination)
+
+        def landed(head: Buffer, tail: Buffer) -> None:
+            self._check(target, [head, memory, tail])
+            if made.fits(head):
+                self._commit(item, destination)
+            else:
+                self._decode(target, b"".join([head, memory, tail]))
+
+        return Landing(len(made.head), memory, landed)
+
+    def _land_rows(self, target: _Target, num_bytes: int) -> Landing | None:
+        if num_bytes < MIN_LANDING_BYTES or num_bytes != target.num_bytes_needed:
+            return None
+        destination = self._landing_place(target)
+        if destination is None:
+            return None
+        return Landing(0, framing.payload_of(destination), lambda *_: self._commit(target.item, destination))
+
+    def _landing_place(self, target: _Target) -> torch.Tensor | None:
+        """Return the memory of the target if the elements can be put there as they lie in the file."""
+        destination = self._destination(target.item)
+        if can_land(destination, target.dtype, tuple(target.item.lengths)):
+            return destination
+        self._resolved[id(target.item)] = destination
+        return None
+
     def _take_whole(self, target: _Target, data: Buffer) -> None:
-        self._check(target, data)
+        self._check(target, [data])
+        self._decode(target, data)
+
+    def _decode(self, target: _Target, data: Buffer) -> None:
         item = target.item
         if item.type == LoadItemType.BYTE_IO:
             content = self._untransformed(target, data)
@@ -298,17 +360,24 @@ class ItemReader:
     def _take_rows(self, target: _Target, strides: Sequence[int], data: Buffer) -> None:
         self._deliver(target.item, framing.rows_from_payload(data, target.dtype, strides, target.item.lengths))
 
-    def _check(self, target: _Target, data: Buffer) -> None:
+    def _check(self, target: _Target, buffers: Sequence[Buffer]) -> None:
         if self._source.checksums is None:
             with self._planner_lock:
                 self._report.num_unverified += 1
             return
-        self._check_bytes(target.info.relative_path, target.info.offset, target.item.storage_index.fqn, data)
+        name, offset = target.info.relative_path, target.info.offset
+        check_item(
+            self._source.checksums, name, offset, buffers, lambda: self._what(target.item.storage_index.fqn, name)
+        )
         with self._planner_lock:
             self._report.num_verified += 1
 
-    def _check_bytes(self, name: str, offset: int, what: str, data: Buffer) -> None:
-        check_item(self._source.checksums or {}, name, offset, data, f"{what} in {self._source.store.url_of(name)}")
+    def _check_other(self, name: str, offset: int, data: Buffer) -> None:
+        what = f"an item of {len(data)} bytes"
+        check_item(self._source.checksums or {}, name, offset, [data], lambda: self._what(what, name))
+
+    def _what(self, item: str, name: str) -> str:
+        return f"{item} in {self._source.store.url_of(name)}"
 
     def _where(self, target: _Target) -> str:
         info = target.info
@@ -346,8 +415,7 @@ class ItemReader:
         return framing.max_frame_bytes(target.dtype, target.sizes)
 
     def _deliver(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        with self._planner_lock:
-            destination = self._planner.resolve_tensor(item).detach()
+        destination = self._destination(item)
         if destination.layout != torch.strided:
             raise IncompatibleStateError(f"{item.dest_index.fqn}: cannot be loaded into a {destination.layout} tensor")
         if destination.size() != tensor.size():
@@ -361,6 +429,17 @@ class ItemReader:
                 f"{item.dest_index.fqn}: cannot be loaded into a tensor of dtype {destination.dtype}, strides "
                 f"{destination.stride()}: {error}"
             ) from error
+        with self._planner_lock:
+            self._planner.commit_tensor(item, destination)
+
+    def _destination(self, item: ReadItem) -> torch.Tensor:
+        """Ask the planner once where an item goes."""
+        with self._planner_lock:
+            known = self._resolved.pop(id(item), None)
+            return self._planner.resolve_tensor(item).detach() if known is None else known
+
+    def _commit(self, item: ReadItem, destination: torch.Tensor) -> None:
+        tell_autograd(destination)
         with self._planner_lock:
             self._planner.commit_tensor(item, destination)
 

@@ -11,6 +11,9 @@ import torch
 
 _ALIGNMENT = 64
 
+MAX_SCRATCH_BYTES = 16 << 20
+"""Larger reads, of unusual checkpoints, get memory that goes again."""
+
 
 class Scratch(threading.local):
     """One growing buffer per thread. What is taken is valid until the same thread takes again."""

@@ -180,7 +180,7 @@ class _Verification:
     def _check(self, index: MetadataIndex, offset: int, data: Buffer) -> None:
         info = self._metadata.storage_data[index]
         if self._section is not None:
-            checksums.check_item(self._section, info.relative_path, offset, data, index.fqn)
+            checksums.check_item(self._section, info.relative_path, offset, [data], lambda: index.fqn)
             return
         if getattr(info, "transform_descriptors", None):
             return

@@ -1,0 +1,186 @@
+"""How bytes get into a filesystem and out of it: by fsspec's common methods, or by a shorter way of its own.
+
+fsspec's methods take and return one ``bytes``, which has to be joined, and memory touched for the first time costs more
+than the network. s3fs and obstore can send a list of buffers as it is, and hand over what arrives in pieces, which
+then go straight to where they belong. Subclasses may have changed anything, so they are called by the common methods.
+"""
+
+import io
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from fsspec import AbstractFileSystem
+from fsspec.asyn import sync
+
+Buffer = bytes | bytearray | memoryview
+
+_CHUNK_BYTES = 256 << 10
+_MAX_STREAMED_BYTES = 64 << 20
+"""Clients cut larger objects into parts by slicing them."""
+
+
+class Client(Protocol):
+    """Whole objects in, ranges out. Called from many threads."""
+
+    def put(self, path: str, buffers: Sequence[Buffer], **options: Any) -> None:
+        """Make one object of `buffers`."""
+
+    def read_into(self, path: str, start: int, views: Sequence[memoryview]) -> int:
+        """Fill `views` with what lies from byte `start` on; return how many bytes there were, at most what fits."""
+
+
+def client_of(fs: AbstractFileSystem) -> Client:
+    """Return the shortest way to `fs`."""
+    package = type(fs).__module__.partition(".")[0]
+    if package == "s3fs":
+        return _S3fs(fs)
+    if package == "obstore" and hasattr(fs, "_construct_store") and hasattr(fs, "_split_path"):
+        return _Obstore(fs)
+    return _Fsspec(fs)
+
+
+def scatter(data: Buffer, views: Sequence[memoryview]) -> int:
+    """Copy `data` into `views`, one after the other, as far as it reaches; return how far that was."""
+    filling = Filling(views)
+    filling.write(data)
+    return filling.num_bytes
+
+
+class Filling:
+    """Takes bytes as they come and puts them where they belong.
+
+    Attributes:
+        num_bytes: How many there were. What does not fit is dropped.
+    """
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self.num_bytes = 0
+        self._left = [view for view in reversed(views) if len(view)]
+
+    def write(self, data: Buffer) -> None:
+        """Take the next bytes."""
+        rest = memoryview(data)
+        while len(rest) and self._left:
+            view = self._left.pop()
+            count = min(len(view), len(rest))
+            view[:count] = rest[:count]
+            self.num_bytes += count
+            rest = rest[count:]
+            if count < len(view):
+                self._left.append(view[count:])
+
+
+class _Fsspec:
+    def __init__(self, fs: AbstractFileSystem) -> None:
+        self._fs = fs
+
+    def put(self, path: str, buffers: Sequence[Buffer], **options: Any) -> None:
+        data = buffers[0] if len(buffers) == 1 and isinstance(buffers[0], bytes) else b"".join(buffers)
+        self._fs.pipe_file(path, data, **options)
+
+    def read_into(self, path: str, start: int, views: Sequence[memoryview]) -> int:
+        stop = start + sum(map(len, views))
+        data = memoryview(self._fs.cat_file(path, start=start, end=stop))
+        # One that ignores ranges returns the whole file.
+        return scatter(data[start:stop] if len(data) > stop - start else data, views)
+
+
+class _S3fs(_Fsspec):
+    def put(self, path: str, buffers: Sequence[Buffer], **options: Any) -> None:
+        body = Body(buffers)
+        # The signer of awscrt, which botocore takes where it is installed, reads bodies in a way of its own.
+        if len(body) > _MAX_STREAMED_BYTES or _has_awscrt():
+            super().put(path, buffers, **options)
+            return
+        self._fs.s3.meta.events.register("request-created.s3.PutObject", _without_expect, unique_id=__name__)
+        self._fs.pipe_file(path, body, **options)
+
+    def read_into(self, path: str, start: int, views: Sequence[memoryview]) -> int:
+        bucket, key, version = self._fs.split_path(path)
+        stop = start + sum(map(len, views))
+        options = {"VersionId": version} if version else {}
+        answer = self._fs.call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}", **options)
+        if "ContentRange" not in answer:  # The store ignored the range.
+            answer["Body"].close()
+            return super().read_into(path, start, views)
+        filling = Filling(views)
+        sync(self._fs.loop, _drain, answer["Body"], filling)
+        return filling.num_bytes
+
+
+def _has_awscrt() -> bool:
+    from botocore.compat import HAS_CRT
+
+    return bool(HAS_CRT)
+
+
+async def _drain(body: Any, filling: Filling) -> None:
+    try:
+        async for chunk in body.iter_chunks(_CHUNK_BYTES):
+            filling.write(chunk)
+    finally:
+        body.close()
+
+
+def _without_expect(request: Any, **_: object) -> None:
+    """Send a body without asking first: botocore asks for every body that can be read, which costs a round trip."""
+    if isinstance(request.data, Body):
+        del request.headers["Expect"]
+
+
+class Body:
+    """Buffers as the body of a request: a file to botocore, and to aiohttp pieces that it sends as they lie.
+
+    Sending it again begins at the beginning.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        self._num_bytes = sum(map(len, self._views))
+        self._position = 0
+
+    def __len__(self) -> int:
+        return self._num_bytes
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
+        for view in self._views:
+            for start in range(0, len(view), _CHUNK_BYTES):
+                yield view[start : start + _CHUNK_BYTES]
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a byte, as in a file."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._num_bytes}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position, as in a file."""
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return the next bytes, as in a file."""
+        left = max(0, self._num_bytes - self._position)
+        left = left if size is None or size < 0 else min(size, left)
+        parts, skip = [], self._position
+        self._position += left
+        for view in self._views:
+            part = view[skip : skip + left]
+            parts.append(part)
+            skip, left = max(0, skip - len(view)), left - len(part)
+        return b"".join(parts)
+
+
+class _Obstore(_Fsspec):
+    """Obstore's fsspec layer keeps its stores to itself; through it, buffers go up in parts and come down as copies."""
+
+    def put(self, path: str, buffers: Sequence[Buffer], **options: Any) -> None:
+        if options or sum(map(len, buffers)) > _MAX_STREAMED_BYTES:
+            super().put(path, buffers, **options)
+            return
+        bucket, key = self._fs._split_path(path)
+        self._fs._construct_store(bucket).put(key, list(buffers), use_multipart=False)
+
+    def read_into(self, path: str, start: int, views: Sequence[memoryview]) -> int:
+        bucket, key = self._fs._split_path(path)
+        stop = start + sum(map(len, views))
+        return scatter(memoryview(self._fs._construct_store(bucket).get_range(key, start=start, end=stop)), views)
