@@ -15,8 +15,8 @@ from fsspec.asyn import sync
 Buffer = bytes | bytearray | memoryview
 
 _CHUNK_BYTES = 256 << 10
-_MAX_STREAMED_BYTES = 64 << 20
-"""Clients cut larger objects into parts by slicing them."""
+_MAX_SINGLE_BYTES = 64 << 20
+"""Obstore sends larger objects in parts."""
 
 
 class Client(Protocol):
@@ -89,7 +89,7 @@ class _S3fs(_Fsspec):
     def put(self, path: str, buffers: Sequence[Buffer], **options: Any) -> None:
         body = Body(buffers)
         # The signer of awscrt, which botocore takes where it is installed, reads bodies in a way of its own.
-        if len(body) > _MAX_STREAMED_BYTES or _has_awscrt():
+        if _has_awscrt():
             super().put(path, buffers, **options)
             return
         self._fs.s3.meta.events.register("request-created.s3.PutObject", _without_expect, unique_id=__name__)
@@ -159,14 +159,18 @@ class Body:
 
     def read(self, size: int | None = -1) -> bytes:
         """Return the next bytes, as in a file."""
-        left = max(0, self._num_bytes - self._position)
-        left = left if size is None or size < 0 else min(size, left)
-        parts, skip = [], self._position
-        self._position += left
+        stop = self._num_bytes if size is None or size < 0 else self._position + size
+        data = self[self._position : stop]
+        self._position += len(data)
+        return data
+
+    def __getitem__(self, key: slice) -> bytes:
+        """Return some of the bytes joined: what a client cuts into parts is sent as parts."""
+        start, stop, _ = key.indices(self._num_bytes)
+        parts, begin = [], 0
         for view in self._views:
-            part = view[skip : skip + left]
-            parts.append(part)
-            skip, left = max(0, skip - len(view)), left - len(part)
+            parts.append(view[max(0, start - begin) : max(0, stop - begin)])
+            begin += len(view)
         return b"".join(parts)
 
 
@@ -174,7 +178,7 @@ class _Obstore(_Fsspec):
     """Obstore's fsspec layer keeps its stores to itself; through it, buffers go up in parts and come down as copies."""
 
     def put(self, path: str, buffers: Sequence[Buffer], **options: Any) -> None:
-        if options or sum(map(len, buffers)) > _MAX_STREAMED_BYTES:
+        if options or sum(map(len, buffers)) > _MAX_SINGLE_BYTES:
             super().put(path, buffers, **options)
             return
         bucket, key = self._fs._split_path(path)

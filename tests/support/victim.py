@@ -88,12 +88,15 @@ class _Moment:
             self._strike()
 
     def hook(self, owner: Any, name: str, only: Callable[..., bool] = lambda *_, **__: True) -> None:
-        """Let the moment come just before `owner.name(path, ...)` is called with arguments that satisfy `only`."""
+        """Let the moment come just before `owner.name(path, ...)` is called with arguments that satisfy `only`.
+
+        A call of an S3 operation names its object by ``Key=``.
+        """
         original = getattr(owner, name)
 
         def hooked(*arguments: Any, **options: Any) -> Any:
             if only(*arguments, **options):
-                self.comes(str(arguments[0]))
+                self.comes(str(options.get("Key", arguments[0])))
             return original(*arguments, **options)
 
         setattr(owner, name, hooked)
@@ -111,7 +114,8 @@ def _store_that(moment: _Moment, options: dict[str, Any] | None, *, writes: bool
             os.open = before
         return
     filesystem = fsspec.filesystem("s3", skip_instance_cache=True, **options)
-    moment.hook(filesystem, "pipe_file" if writes else "cat_file")
+    for name in ("pipe_file",) if writes else ("cat_file", "call_s3"):
+        moment.hook(filesystem, name)
     yield {"filesystem": filesystem}
 
 
