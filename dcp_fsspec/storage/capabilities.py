@@ -15,6 +15,8 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from dcp_fsspec.storage.clients import streams
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -35,7 +37,7 @@ class Capabilities:
         shard_bytes: Size at which shard files do best.
         max_concurrency: Requests in flight that do best.
         write_copies: How many copies of its data a write holds while it is sent.
-        read_copies: How many copies of what it returns a read holds at its end.
+        read_copies: How many copies of its data a read holds besides the memory that it fills.
         read_options: Passed to each ``cat_file`` of a whole object.
         removes_many: ``rm`` of a list removes up to a thousand objects in one request.
         takes_crc32c: ``pipe_file`` takes the content's CRC32C, which the store then compares with what arrived.
@@ -70,8 +72,8 @@ _BY_PACKAGE: Mapping[str, Capabilities] = {
     "s3fs": replace(_OBJECT_STORE, read_options={"max_concurrency": 1}, removes_many=True, takes_crc32c=True),
     "gcsfs": _OBJECT_STORE,
     "adlfs": _OBJECT_STORE,
-    # obstore's fsspec layer takes mode="create" and overwrites; it sends more than 5 MiB in several requests; and what
-    # it reads is copied from Rust's memory into Python's.
+    # obstore's fsspec layer takes mode="create" and overwrites. By its common methods, more than 5 MiB go up in several
+    # requests, and what comes down is copied from Rust's memory into Python's.
     "obstore": replace(_OBJECT_STORE, create_only=False, shard_bytes=9 << 19, write_copies=1, read_copies=2),
     "ossfs": replace(_OBJECT_STORE, create_only=False),
     "ocifs": replace(_OBJECT_STORE, create_only=False),
@@ -81,8 +83,20 @@ _BY_PACKAGE: Mapping[str, Capabilities] = {
     "sshfs": Capabilities(ranges=False, threads=False, max_concurrency=1),
 }
 
+_STREAMED: Mapping[str, dict[str, Any]] = {
+    "s3fs": {"write_copies": 0, "read_copies": 0},
+    "obstore": {"write_copies": 0, "read_copies": 1, "shard_bytes": 8 << 20},
+}
+"""What changes where buffers go up and down without a copy; see `clients`."""
+
 _LOCAL = Capabilities(
-    local=True, atomic_put=True, create_only=True, shard_bytes=256 << 20, max_concurrency=4, write_copies=0
+    local=True,
+    atomic_put=True,
+    create_only=True,
+    shard_bytes=256 << 20,
+    max_concurrency=4,
+    write_copies=0,
+    read_copies=0,
 )
 _MEMORY = replace(_OBJECT_STORE, max_concurrency=4, of_process=True)
 _UNKNOWN_ASYNC = Capabilities()
@@ -95,7 +109,7 @@ def capabilities_of(fs: AbstractFileSystem) -> Capabilities:
         # A subclass (plain ones are looked through): its own methods, the promises of what is behind it.
         inner = capabilities_of(fs.fs)
         return Capabilities(max_concurrency=4, moves=True) if inner.local else inner
-    row = _row_of(fs)
+    row = replace(_row_of(fs), **_STREAMED.get(streams(fs), {}))
     # webdav4's own mv hands on to the one of fsspec.
     own_mv = type(fs).mv is not AbstractFileSystem.mv and not type(fs).__module__.startswith("webdav4")
     return replace(row, moves=own_mv)

@@ -29,14 +29,25 @@ class Client(Protocol):
         """Fill `views` with what lies from byte `start` on; return how many bytes there were, at most what fits."""
 
 
+def streams(fs: AbstractFileSystem) -> str:
+    """Return the package of `fs` if it has a way without copies, or nothing."""
+    package = type(fs).__module__.partition(".")[0]
+    known = {"s3fs": "call_s3", "obstore": "_construct_store"}
+    return package if package in known and hasattr(fs, known[package]) and not _needs_joined(package) else ""
+
+
+def _needs_joined(package: str) -> bool:
+    """Tell whether bodies must be plain bytes: botocore signs by awscrt where that is installed, which reads them."""
+    if package != "s3fs":
+        return False
+    from botocore.compat import HAS_CRT
+
+    return bool(HAS_CRT)
+
+
 def client_of(fs: AbstractFileSystem) -> Client:
     """Return the shortest way to `fs`."""
-    package = type(fs).__module__.partition(".")[0]
-    if package == "s3fs":
-        return _S3fs(fs)
-    if package == "obstore" and hasattr(fs, "_construct_store") and hasattr(fs, "_split_path"):
-        return _Obstore(fs)
-    return _Fsspec(fs)
+    return {"s3fs": _S3fs, "obstore": _Obstore}.get(streams(fs), _Fsspec)(fs)
 
 
 def scatter(data: Buffer, views: Sequence[memoryview]) -> int:
@@ -87,13 +98,8 @@ class _Fsspec:
 
 class _S3fs(_Fsspec):
     def put(self, path: str, buffers: Sequence[Buffer], **options: Any) -> None:
-        body = Body(buffers)
-        # The signer of awscrt, which botocore takes where it is installed, reads bodies in a way of its own.
-        if _has_awscrt():
-            super().put(path, buffers, **options)
-            return
         self._fs.s3.meta.events.register("request-created.s3.PutObject", _without_expect, unique_id=__name__)
-        self._fs.pipe_file(path, body, **options)
+        self._fs.pipe_file(path, Body(buffers), **options)
 
     def read_into(self, path: str, start: int, views: Sequence[memoryview]) -> int:
         bucket, key, version = self._fs.split_path(path)
@@ -106,12 +112,6 @@ class _S3fs(_Fsspec):
         filling = Filling(views)
         sync(self._fs.loop, _drain, answer["Body"], filling)
         return filling.num_bytes
-
-
-def _has_awscrt() -> bool:
-    from botocore.compat import HAS_CRT
-
-    return bool(HAS_CRT)
 
 
 async def _drain(body: Any, filling: Filling) -> None:

@@ -5,7 +5,7 @@ others want, goes through scratch memory.
 """
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -53,10 +53,12 @@ class Layout:
 
     Args:
         fetch: What is fetched.
-        scratch: Where all that has no place of its own goes.
+
+    Attributes:
+        scratch_bytes: How much of it has no place of its own.
     """
 
-    def __init__(self, fetch: Fetch[Consumer], scratch: Scratch) -> None:
+    def __init__(self, fetch: Fetch[Consumer]) -> None:
         self._fetch = fetch
         self._landings = {id(one): landing for one in _alone(fetch) if (landing := one.consumer.land())}
         bounds = [fetch.start]
@@ -65,23 +67,23 @@ class Layout:
                 start = one.start + landing.head_bytes
                 bounds += [start, start + len(landing.memory)]
         bounds.append(fetch.stop)
-        self._starts, stops = bounds[::2], bounds[1::2]
-        memory = scratch.take(sum(stops) - sum(self._starts))
+        self._starts, self._stops = bounds[::2], bounds[1::2]
+        self.scratch_bytes = sum(self._stops) - sum(self._starts)
+
+    def fill(self, scratch: Scratch, read: Callable[[Sequence[memoryview]], None]) -> None:
+        """Let `read` fill the memory; what has no place goes into `scratch`."""
+        memory = scratch.take(self.scratch_bytes)
         ends = [0]
-        for start, stop in zip(self._starts, stops, strict=True):
+        for start, stop in zip(self._starts, self._stops, strict=True):
             ends.append(ends[-1] + stop - start)
         self._stretches = [memory[a:b] for a, b in pairwise(ends)]
-
-    @property
-    def views(self) -> list[memoryview]:
-        """What the store is to fill, in order."""
         views = [self._stretches[0]]
         for landing, stretch in zip(self._landings.values(), self._stretches[1:], strict=True):
             views += [landing.memory, stretch]
-        return views
+        read(views)
 
     def hand_over(self) -> None:
-        """Tell the consumers that all is there."""
+        """Tell the consumers that all is there. In the thread that has filled it."""
         number = 0
         for one in self._fetch.wanted:
             landing = self._landings.get(id(one))

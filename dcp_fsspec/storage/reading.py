@@ -4,11 +4,12 @@ A tensor item is read whole, or, when only some of its rows are wanted or it is 
 know where the payload begins, so the heads of such items are fetched first, all in one round.
 """
 
+import contextlib
 import functools
 import io
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import IO
 
@@ -266,28 +267,35 @@ class ItemReader:
             wanted, fetch_bytes_for(total, self._transfer.max_concurrency) if capabilities.ranges else _WHOLE_FILE
         )
         self._report.num_bytes += sum(fetch.num_bytes for fetch in fetches)
-        self._transfer.run(
-            Job(capabilities.read_copies * fetch.num_bytes, functools.partial(self._run, fetch)) for fetch in fetches
-        )
+        self._transfer.run(self._job(fetch) for fetch in fetches)
 
-    def _run(self, fetch: Fetch[Consumer]) -> None:
+    def _job(self, fetch: Fetch[Consumer]) -> Job[None]:
+        """Prepare a fetch. Called when its turn comes, so that no more memory is asked for than is in flight."""
+        if fetch.num_bytes > MAX_SCRATCH_BYTES:
+            return Job(2 * fetch.num_bytes, functools.partial(self._run_large, fetch))
+        layout = Layout(fetch)
+        cost_bytes = layout.scratch_bytes + self._source.store.capabilities.read_copies * fetch.num_bytes
+        return Job(cost_bytes, functools.partial(self._run, fetch, layout))
+
+    def _run(self, fetch: Fetch[Consumer], layout: Layout) -> None:
+        with self._fetching(fetch):
+            layout.fill(_scratch, functools.partial(self._source.store.read_into, fetch.file, fetch.start))
+        layout.hand_over()
+
+    def _run_large(self, fetch: Fetch[Consumer]) -> None:
+        with self._fetching(fetch):
+            data = self._source.store.read_range(fetch.file, fetch.start, fetch.stop)
+        give(fetch, data)
+
+    @contextlib.contextmanager
+    def _fetching(self, fetch: Fetch[Consumer]) -> Iterator[None]:
         try:
-            hand_over = self._filled(fetch)
+            yield
         except CheckpointNotFoundError as error:
             where = self._source.store.url_of(fetch.file)
             raise CorruptCheckpointError(f"{where} is missing, it should hold {self._keys(fetch)}: {error}") from error
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error} It should hold {self._keys(fetch)}.") from error
-        hand_over()
-
-    def _filled(self, fetch: Fetch[Consumer]) -> Callable[[], None]:
-        """Fetch, and return what then tells the consumers."""
-        store = self._source.store
-        if fetch.num_bytes > MAX_SCRATCH_BYTES:
-            return functools.partial(give, fetch, store.read_range(fetch.file, fetch.start, fetch.stop))
-        layout = Layout(fetch, _scratch)
-        store.read_into(fetch.file, fetch.start, layout.views)
-        return layout.hand_over
 
     def _keys(self, fetch: Fetch[Consumer]) -> str:
         """Name the items of a fetch, for messages."""
