@@ -85,7 +85,7 @@ _BY_PACKAGE: Mapping[str, Capabilities] = {
 
 _STREAMED: Mapping[str, dict[str, Any]] = {
     "s3fs": {"write_copies": 0, "read_copies": 0},
-    "obstore": {"write_copies": 0, "read_copies": 1, "shard_bytes": 8 << 20},
+    "obstore": {"write_copies": 0},
 }
 """What changes where buffers go up and down without a copy; see `clients`."""
 
