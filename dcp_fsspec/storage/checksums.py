@@ -30,6 +30,9 @@ _MAX_NUMBER = 1 << 50
 _POLYNOMIAL = 0x82F63B78
 """CRC-32C (Castagnoli), bits reversed, as in RFC 3720."""
 
+_CHEAPER_AGAIN_BYTES = 64 << 10
+"""Below this, going over the bytes again takes less time than joining two checksums."""
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -44,6 +47,13 @@ def combine(first: int, second: int, second_bytes: int) -> int:
     Appending n bytes multiplies the first checksum, a polynomial over GF(2), by x to the power 8 n.
     """
     return _multiply(_power_of_x(second_bytes), first) ^ second
+
+
+def extend(first: int, buffers: Sequence[Buffer], crc: int, num_bytes: int) -> int:
+    """Return the CRC32C of a text whose own is `first`, followed by `buffers` of `num_bytes`, whose own is `crc`."""
+    if num_bytes < _CHEAPER_AGAIN_BYTES:
+        return functools.reduce(lambda total, buffer: crc32c(buffer, total), buffers, first)
+    return combine(first, crc, num_bytes)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -303,7 +303,10 @@ def _check_complete(dcp_metadata: Metadata, written: Mapping[Any, Written], url:
 
 
 def _section(written: Iterable[Written]) -> checksums.Section:
-    by_file: dict[str, dict[tuple[int, int], checksums.ItemRecord]] = {}
+    files: dict[str, checksums.FileChecksums] = {}
+    items: dict[str, dict[tuple[int, int], checksums.ItemRecord]] = {}
     for one in written:
-        by_file.setdefault(one.info.relative_path, {})[one.info.offset, one.info.length] = one.record
-    return {name: checksums.FileChecksums.of_items(items) for name, items in by_file.items()}
+        name = one.info.relative_path
+        files.setdefault(name, one.file)
+        items.setdefault(name, {})[one.info.offset, one.info.length] = one.record
+    return {name: dataclasses.replace(file, items=items[name]) for name, file in files.items()}

@@ -22,10 +22,17 @@ _scratch = Scratch()
 
 @dataclass(frozen=True)
 class Written:
-    """One item's place and record, sent to the coordinator in ``WriteResult.storage_data``."""
+    """One item's place and record, sent to the coordinator in ``WriteResult.storage_data``.
+
+    Attributes:
+        info: Its place.
+        record: Its record.
+        file: The record of its file, without items; one object for all of them.
+    """
 
     info: StorageInfo
     record: checksums.ItemRecord
+    file: checksums.FileChecksums
 
 
 class Upload:
@@ -45,23 +52,24 @@ class Upload:
     def __call__(self) -> list[WriteResult]:
         """Publish the file, and return where each item lies in it."""
         buffers: list[Buffer] = []
-        results = []
+        places: list[tuple[StorageInfo, checksums.ItemRecord]] = []
         offset = crc = 0
         # Touched only as far as copies are made; see frame_tensor.
         copies = HostCopies(_scratch.take(sum(HostCopies.num_bytes(item_bytes(item)) for item in self._items)))
         for item in self._items:
             item_buffers = self._frame(item, copies)
             length = sum(memoryview(buffer).nbytes for buffer in item_buffers)
-            info = StorageInfo(self._name, offset, length, self._descriptors())
-            written = Written(
-                info, checksums.ItemRecord(checksums.crc_of(item_buffers), _payload_at(item, item_buffers))
-            )
-            crc = checksums.combine(crc, written.record.crc, length)
-            results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=written))
+            record = checksums.ItemRecord(checksums.crc_of(item_buffers), _payload_at(item, item_buffers))
+            crc = checksums.extend(crc, item_buffers, record.crc, length)
+            places.append((StorageInfo(self._name, offset, length, self._descriptors()), record))
             buffers.extend(item_buffers)
             offset += length
         self._store.publish(self._name, buffers, crc)
-        return results
+        file = checksums.FileChecksums(offset, crc)
+        return [
+            WriteResult(index=item.index, size_in_bytes=info.length, storage_data=Written(info, record, file))
+            for item, (info, record) in zip(self._items, places, strict=True)
+        ]
 
     def _frame(self, item: WriteItem, copies: HostCopies) -> list[Buffer]:
         try:
