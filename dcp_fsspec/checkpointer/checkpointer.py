@@ -9,6 +9,7 @@
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -44,10 +45,13 @@ from dcp_fsspec.checkpointer.state import (
 )
 from dcp_fsspec.checkpointer.training_state import SchedulerState, TrainerState
 from dcp_fsspec.checkpointer.uploading import InlineUploader, Uploader
-from dcp_fsspec.errors import AsyncSaveError, ConfigurationError
+from dcp_fsspec.errors import AsyncSaveError, ConfigurationError, DcpFsspecError
 from dcp_fsspec.storage.filesystem import Store
+from dcp_fsspec.storage.writer import FsspecStorageWriter
 
 logger = logging.getLogger(__name__)
+
+_CLEAN_UP_SECONDS = 60.0
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 
@@ -114,19 +118,26 @@ class DistributedCheckpointer:
         options = WriteOptions(overwrite=overwrite, writer=dict(writer_settings or {}))
         self._on_busy = on_busy
         self._async_mode = async_mode
-        self._uploader = self._make_uploader(options, upload_timeout_seconds)
+        self._upload_timeout_seconds = upload_timeout_seconds
+        self._pid = os.getpid()
+        self._uploader = self._make_uploader(options)
         self._pruner = Pruner(self.catalog.copy(), retention) if retention is not None else None
         self._gone_back_to: int | None = None
         self._uploading: int | None = None
         self.last_load_report = LoadReport()
         self.last_outcome: Outcome | None = None
 
-    def _make_uploader(self, options: WriteOptions, timeout_seconds: float) -> Uploader:
+    def _make_uploader(self, options: WriteOptions) -> Uploader:
         if self._async_mode not in get_args(AsyncMode) or self._on_busy not in ("wait", "skip"):
             raise ConfigurationError(
                 f"async_mode is one of {get_args(AsyncMode)} and on_busy 'wait' or 'skip', got {self._async_mode!r} "
                 f"and {self._on_busy!r}"
             )
+        if self._upload_timeout_seconds <= 0:
+            raise ConfigurationError(f"upload_timeout_seconds is above 0, got {self._upload_timeout_seconds!r}")
+        # What is wrong with them should show here, not in the first save.
+        FsspecStorageWriter.at(self.catalog.store, **{"overwrite": False, **options.writer})
+        timeout_seconds = self._upload_timeout_seconds
         if self._async_mode == "async":
             return ThreadUploader(self.catalog, self._group, options, timeout_seconds)
         if self._async_mode == "async_with_pinned_mem":
@@ -276,6 +287,7 @@ class DistributedCheckpointer:
         """
         layout.folder_of(iteration)
         check_user_values(metrics or {}, metadata or {})
+        self._check_process()
         if self._on_busy == "skip" and any(self._group.gather(self._uploader.is_busy())):
             logger.warning("iteration %d is not saved: the last upload is still under way", iteration)
             return False
@@ -312,6 +324,7 @@ class DistributedCheckpointer:
 
     def maybe_wait_for_staging(self) -> None:
         """Wait until the state may be changed again after a `save` without `wait_for_staging`. Not collective."""
+        self._check_process()
         self._uploader.finish_staging()
 
     def poll(self) -> bool:
@@ -322,6 +335,7 @@ class DistributedCheckpointer:
         Raises:
             AsyncSaveError: the upload failed.
         """
+        self._check_process()
         if self._uploading is None:
             return True
         if any(self._group.gather(self._uploader.is_busy())):
@@ -337,9 +351,11 @@ class DistributedCheckpointer:
 
     def _take_outcome(self) -> Outcome:
         assert self._uploading is not None
-        iteration, self._uploading = self._uploading, None
-        lost = AsyncSaveError(f"the upload of iteration {iteration} was lost")
-        return self._uploader.wait(None) or Outcome(iteration, 0.0, error=lost)
+        lost = AsyncSaveError(f"the upload of iteration {self._uploading} was lost")
+        outcome = self._uploader.wait(None) or Outcome(self._uploading, 0.0, error=lost)
+        # Only now: after Ctrl-C while it waited, its memory is still in use.
+        self._uploading = None
+        return outcome
 
     def _agreed(self, outcome: Outcome) -> Outcome:
         """Return the outcome that holds for all ranks: committed, or failed for the reasons of those that know one."""
@@ -347,21 +363,38 @@ class DistributedCheckpointer:
         failures = {rank: error for rank, error in enumerate(errors) if error is not None}
         if not failures:
             return outcome
-        record = self._group.decide(lambda: self._clean_up(outcome.iteration, failures))
+        record = self._group.decide(lambda: self._clean_up(outcome, failures))
         if record is not None:
             return Outcome(outcome.iteration, outcome.seconds, record)
         return dataclasses.replace(outcome, record=None, error=_async_error(outcome.iteration, failures))
 
-    def _clean_up(self, iteration: int, failures: Mapping[int, BaseException]) -> CommitRecord | None:
-        """After a failure, return the record if the iteration was committed all the same, else remove what is left."""
-        if all(isinstance(error, AsyncSaveError | RuntimeError) for error in failures.values()):
-            # No worker lived to tell how far it came.
-            record = self.catalog.record(iteration)
-            if record is not None:
-                logger.warning("iteration %d was committed although an upload was lost afterwards", iteration)
-                self.catalog.advance(iteration)
-                return record
-            self.catalog.discard(iteration)
+    def _clean_up(self, outcome: Outcome, failures: Mapping[int, BaseException]) -> CommitRecord | None:
+        """After a failure, return the record if the iteration was committed all the same, else remove what is left.
+
+        Not for long, and whatever the store says: it may be the store that fails.
+        """
+        if not all(isinstance(error, AsyncSaveError | RuntimeError) for error in failures.values()):
+            return None  # A worker lived to tell how far it came, and has removed what it wrote.
+        found: list[CommitRecord] = []
+        catalog = self.catalog.copy()
+
+        def look() -> None:
+            try:
+                record = catalog.record(outcome.iteration)
+                if record is not None:
+                    catalog.advance(outcome.iteration)
+                    found.append(record)
+                elif self._group.is_coordinator and not outcome.may_be_committed:
+                    catalog.discard(outcome.iteration)
+            except DcpFsspecError as error:
+                logger.warning("leftovers of iteration %d may stay: %s", outcome.iteration, error)
+
+        looking = threading.Thread(target=look, name="dcp_fsspec_clean_up", daemon=True)
+        looking.start()
+        looking.join(_CLEAN_UP_SECONDS)
+        if found:
+            logger.warning("iteration %d was committed although an upload was lost afterwards", outcome.iteration)
+            return found[0]
         return None
 
     def _tell(self, outcome: Outcome) -> None:
@@ -381,6 +414,7 @@ class DistributedCheckpointer:
         Raises:
             AsyncSaveError: the last upload failed.
         """
+        self._check_process()
         self._settle()
         if self._pruner is not None:
             self._pruner.wait()
@@ -391,26 +425,45 @@ class DistributedCheckpointer:
         Raises:
             AsyncSaveError: the last upload failed on this rank.
         """
+        if os.getpid() != self._pid:
+            return  # A forked copy, such as a data loader's worker, has nothing of its own to end.
         try:
             if self._uploading is not None:
-                outcome = self._take_outcome()
-                if outcome.error is not None:
-                    error = _async_error(outcome.iteration, {self._group.rank: outcome.error})
-                    outcome = dataclasses.replace(outcome, error=error)
-                self._tell(outcome)
+                self._tell(self._own(self._take_outcome()))
         finally:
             self._uploader.close()
             if self._pruner is not None:
-                self._pruner.wait()
+                self._pruner.wait(self._upload_timeout_seconds)
+
+    def _own(self, outcome: Outcome) -> Outcome:
+        """Return the outcome as far as this rank alone can find it out."""
+        if outcome.error is None:
+            return outcome
+        failures = {self._group.rank: outcome.error}
+        record = self._clean_up(outcome, failures)
+        if record is not None:
+            return Outcome(outcome.iteration, outcome.seconds, record)
+        return dataclasses.replace(outcome, error=_async_error(outcome.iteration, failures))
+
+    def _check_process(self) -> None:
+        if self._async_mode != "disabled" and os.getpid() != self._pid:
+            raise ConfigurationError(
+                "this checkpointer was made in another process, of which this one is a fork; its uploads run there. "
+                "Make one in the process that saves."
+            )
 
 
 def _async_error(iteration: int, failures: Mapping[int, BaseException]) -> AsyncSaveError:
-    texts = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(failures.items()))
-    error = AsyncSaveError(
+    # All ranks often have the same to say.
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, error in sorted(failures.items()):
+        ranks_by_text.setdefault(str(error), []).append(rank)
+    texts = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_by_text.items())
+    failure = AsyncSaveError(
         f"iteration {iteration} was not saved, the pointer and older iterations are as they were. {texts}"
     )
-    error.__cause__ = failures[min(failures)]
-    return error
+    failure.__cause__ = failures[min(failures)]
+    return failure
 
 
 def _iteration(decision: Decision, trainer: TrainerState, report: LoadReport) -> int:

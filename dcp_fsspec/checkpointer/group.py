@@ -1,5 +1,6 @@
 """The ranks of a job, and how they come to one answer: one decides and tells the others; all hear of each failure."""
 
+import datetime
 import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -21,17 +22,28 @@ class Group:
     Args:
         process_group: The ranks. Default: all of them.
         own: Make a gloo group of its own in any case, for use in a thread beside the training's.
+        timeout_seconds: Of a group that is made: how long ranks wait for each other.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, own: bool = False) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        own: bool = False,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
         self.is_distributed = dist.is_available() and dist.is_initialized()
         self.process_group = process_group
         self.rank, self.size = 0, 1
         if not self.is_distributed:
             return
         if own or "gloo" not in str(dist.get_backend(process_group)):
-            ranks = dist.get_process_group_ranks(process_group) if process_group is not None else None
-            self.process_group = dist.new_group(ranks, backend="gloo")
+            self.process_group = dist.new_group(
+                dist.get_process_group_ranks(process_group) if process_group is not None else None,
+                timeout=datetime.timedelta(seconds=timeout_seconds),
+                backend="gloo",
+                use_local_synchronization=True,  # Ranks outside of the group do not come here.
+            )
         self.rank = dist.get_rank(self.process_group)
         self.size = dist.get_world_size(self.process_group)
 
@@ -89,7 +101,10 @@ def portable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return StorageWriteError(f"{type(error).__name__}: {error}")
+        text = StorageWriteError(f"{type(error).__name__}: {error}")
+        for note in getattr(error, "__notes__", ()):
+            text.add_note(note)
+        return text
     return error
 
 

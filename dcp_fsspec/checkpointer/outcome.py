@@ -16,6 +16,7 @@ class Outcome:
         error: Why nothing was committed; None after a success.
         num_requests: Calls made to the filesystem by all ranks.
         num_retries: Those of them that repeated a failed one.
+        may_be_committed: After a failure: the commit was under way, and may still arrive at the store.
     """
 
     iteration: int
@@ -24,6 +25,7 @@ class Outcome:
     error: BaseException | None = None
     num_requests: int = 0
     num_retries: int = 0
+    may_be_committed: bool = False
 
     @property
     def num_bytes(self) -> int:

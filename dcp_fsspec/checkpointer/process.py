@@ -10,14 +10,19 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
+from typing import Any
+
+import torch.distributed as dist
 
 from dcp_fsspec.checkpointer import wire
-from dcp_fsspec.checkpointer.background import Staging, before_threads_end, late, report_at_exit
+from dcp_fsspec.checkpointer.background import Deadline, Staging, before_threads_end, report_at_exit
 from dcp_fsspec.checkpointer.catalog import Catalog
 from dcp_fsspec.checkpointer.group import Group
 from dcp_fsspec.checkpointer.outcome import Outcome
@@ -29,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _START_SECONDS = 180.0
 _END_SECONDS = 10.0
+_LOOK_SECONDS = 0.2
+_MESSAGE_SECONDS = 60
+READY, STARTING = "ready", "starting"
 _COMMAND = "import sys; sys.path[:] = {path!r}; from dcp_fsspec.checkpointer.worker import main; main({fd})"
 
 
@@ -38,11 +46,17 @@ class UploadProcess:
     Args:
         setup: Its first message.
         listening: On rank 0: the socket on which the processes find each other.
+
+    Raises:
+        AsyncSaveError: it cannot be started.
     """
 
     def __init__(self, setup: wire.Setup, listening: socket.socket | None) -> None:
         ours, theirs = socket.socketpair()
-        self.connection = Connection(ours.detach())
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            # A process that was stopped must not stop the trainer in the middle of a message.
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _MESSAGE_SECONDS, 0))
+        self._connection = Connection(ours.detach())
         environment = {
             **os.environ,
             "CUDA_VISIBLE_DEVICES": "",  # No CUDA context: it only moves host memory.
@@ -59,56 +73,85 @@ class UploadProcess:
             )
         self._ready = False
         self._ready_by = time.monotonic() + _START_SECONDS
-        wire.send(self.connection, setup)
-        if listening is not None:
-            send_handle(self.connection, listening.fileno(), self.process.pid)
+        try:
+            self.send(setup, listening.fileno() if listening is not None else None)
+        except OSError as error:
+            raise AsyncSaveError(f"the upload process {self.died()} while it started") from error
 
-    def is_alive(self) -> bool:
-        """Tell whether it runs."""
-        return self.process.poll() is None
-
-    def await_ready(self) -> None:
-        """Wait until it can take work.
+    def send(self, message: wire.Message, fd: int | None = None) -> None:
+        """Send a message, and a file descriptor after it.
 
         Raises:
-            AsyncSaveError: it died, or did not start in time.
+            OSError: it is gone, or does not take it.
         """
-        if self._ready:
-            return
+        with self._whole():
+            wire.send(self._connection, message)
+            if fd is not None:
+                send_handle(self._connection, fd, self.process.pid)
+
+    def receive(self, timeout_seconds: float) -> Any:
+        """Return the next message, None if there is none within the time.
+
+        Raises:
+            EOFError, OSError: it is gone.
+        """
+        with self._whole():
+            return wire.receive(self._connection) if self._connection.poll(max(0.0, timeout_seconds)) else None
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """End the process if, say, Ctrl-C may have come in the middle of a message."""
         try:
-            if self.connection.poll(max(0.0, self._ready_by - time.monotonic())):
-                wire.receive(self.connection)
-                self._ready = True
-                return
-        except (EOFError, OSError) as error:
-            raise AsyncSaveError(f"the upload process {self.died()} while it started") from error
-        self.kill()
-        raise AsyncSaveError(f"the upload process was not ready within {_START_SECONDS:.0f} s")
+            yield
+        except (EOFError, OSError):
+            raise
+        except BaseException:
+            self.kill()
+            raise
+
+    def await_ready(self, timeout_seconds: float) -> str:
+        """Wait a while until it can take work, and return `READY` or `STARTING`, or else why it cannot, in words."""
+        if self.process.poll() is not None or self._connection.closed:
+            return self.died()
+        if self._ready:
+            return READY
+        try:
+            message = self.receive(timeout_seconds)
+        except (EOFError, OSError):
+            return f"{self.died()} while it started"
+        if isinstance(message, wire.Unable):
+            self.kill()
+            return f"could not start: {message.why}"
+        self._ready = message is not None
+        if not self._ready and time.monotonic() > self._ready_by:
+            self.kill()
+            return f"{self.process.pid} was not ready within {_START_SECONDS:.0f} s"
+        return READY if self._ready else STARTING
 
     def died(self) -> str:
-        """Return how it ended, in words."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        """Return how it ended, in words. If it has not ended, it is ended now."""
+        try:
             self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return f"{self.process.pid} did not answer any more"
         code = self.process.returncode
-        if code is None:
-            return f"{self.process.pid} closed its connection"
         name = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         return f"{self.process.pid} {name}"
 
     def kill(self) -> None:
         """End it now."""
-        self.connection.close()
+        self._connection.close()
         self.process.kill()
         self.process.wait()
 
     def end(self) -> None:
-        """Let it end by itself, which it does when nothing is in hand; kill it after a while."""
-        self.connection.close()
-        try:
-            self.process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        """Let it end by itself, which it does soon when nothing is in hand; kill it after a while."""
+        if self._ready:
+            self._connection.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_END_SECONDS)
+        self.kill()
 
 
 class ProcessUploader:
@@ -122,6 +165,7 @@ class ProcessUploader:
 
     Raises:
         ConfigurationError: the store, or a filesystem given for it, cannot be used from another process.
+        AsyncSaveError: a process cannot be started.
     """
 
     def __init__(self, catalog: Catalog, group: Group, options: WriteOptions, timeout_seconds: float) -> None:
@@ -141,31 +185,45 @@ class ProcessUploader:
         self._timeout_seconds = timeout_seconds
         self._staging = Staging(shared=True, hand_over=self._send)
         self._process: UploadProcess | None = None
+        self._sent_generation = 0
+        self._deadline: Deadline | None = None
+        self._in_hand: Deadline | None = None
+        self._committing = False
         self._outcome: Outcome | None = None
-        self._iteration: int | None = None
-        self._began = 0.0
         self._launch()
         before_threads_end(self._at_exit)
 
     def _launch(self) -> None:
         """Start the processes of all ranks, which find each other by a socket of rank 0. Collective."""
-        listening = _listen() if self._group.is_coordinator else None
-        with listening or contextlib.nullcontext():
-            hosts = self._group.gather(socket.gethostname())
-            port = self._group.decide(lambda: listening.getsockname()[1] if listening else 0)
-            host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+        self._sent_generation = 0
+        with contextlib.ExitStack() as stack:
+            sockets: list[socket.socket] = []
+
+            def reserve() -> int:
+                sockets.append(stack.enter_context(_listen()))
+                return int(sockets[0].getsockname()[1])
+
+            port = self._group.decide(reserve)
+            hosts = self._group.gather(_host())
             setup = wire.Setup(
                 self._catalog.store,
                 self._options,
                 self._group.rank,
                 self._group.size,
-                host,
+                "127.0.0.1" if len(set(hosts)) == 1 else hosts[0],
                 port,
-                listening is not None,
+                bool(sockets),
                 self._timeout_seconds,
+                os.getpid(),
             )
-            self._sent_generation = 0
-            self._process = UploadProcess(setup, listening)
+
+            def launch() -> None:
+                self._process = UploadProcess(setup, sockets[0] if sockets else None)
+
+            self._group.agree(launch, "starting the upload processes")
 
     def start(self) -> None:
         """See that the process of every rank is ready; start all anew if one is not. Collective.
@@ -173,22 +231,32 @@ class ProcessUploader:
         Raises:
             AsyncSaveError: they cannot be started.
         """
-        dead = self._process is None or not self._process.is_alive()
-        if any(self._group.gather(dead)):
-            logger.warning("the upload processes are started anew")
-            if self._process is not None:
-                self._process.kill()
-            self._launch()
-        assert self._process is not None
-        self._group.agree(self._process.await_ready, "starting the upload processes")
+        failures = self._await_ready()
+        if not failures:
+            return
+        logger.warning("the upload processes are started anew: %s", failures)
+        self._launch()
+        failures = self._await_ready()
+        if failures:
+            raise AsyncSaveError(f"the upload processes cannot be started: {failures}")
+
+    def _await_ready(self) -> str:
+        """Wait until all are ready, and return what became of those that never will be. Collective."""
+        while True:
+            mine = self._process.await_ready(_LOOK_SECONDS) if self._process is not None else "was ended"
+            states = self._group.gather(mine)
+            failed = [(rank, one) for rank, one in enumerate(states) if one not in (READY, STARTING)]
+            if failed or STARTING not in states:
+                return "; ".join(f"that of rank {rank} {one}" for rank, one in failed)
 
     def stage(self, snapshot: Snapshot) -> None:
         """Copy `snapshot` to memory that the process shares."""
         self._staging.stage(snapshot)
-        self._iteration, self._began, self._outcome = snapshot.iteration, time.monotonic(), None
+        self._deadline = Deadline(snapshot.iteration, self._timeout_seconds)
 
     def submit(self, *, wait_for_staging: bool) -> None:
         """Hand it to the process."""
+        self._in_hand, self._committing, self._outcome = self._deadline, False, None
         self._staging.submit(wait=wait_for_staging)
 
     def finish_staging(self) -> None:
@@ -200,64 +268,59 @@ class ProcessUploader:
         arena = self._staging.stager.arena
         try:
             if arena.fd is not None and self._sent_generation != arena.generation:
-                wire.send(self._process.connection, wire.NewArena(arena.num_bytes))
-                send_handle(self._process.connection, arena.fd, self._process.process.pid)
+                self._process.send(wire.NewArena(arena.num_bytes), arena.fd)
                 self._sent_generation = arena.generation
-            wire.send(self._process.connection, wire.Request(wire.encode(snapshot, arena)))
+            self._process.send(wire.Request(snapshot.iteration, wire.encode(snapshot, arena)))
         except OSError:
             self._lose()
 
-    def _lose(self) -> None:
+    def _lose(self, error: AsyncSaveError | None = None) -> None:
         """Note that the process is gone, and with it the upload in hand."""
         assert self._process is not None
-        assert self._iteration is not None
-        how = self._process.died()
-        error = AsyncSaveError(f"the upload of iteration {self._iteration} was lost: the upload process {how}")
-        self._outcome = Outcome(self._iteration, time.monotonic() - self._began, error=error)
+        assert self._in_hand is not None
+        if error is None:
+            how = self._process.died()
+            error = AsyncSaveError(f"the upload of iteration {self._in_hand.iteration} was lost: its process {how}")
+        self._outcome = self._in_hand.failed(error, may_be_committed=self._committing)
         self._process.kill()
         self._process = None
 
     def is_busy(self) -> bool:
         """Tell whether an upload is under way."""
         self._staging.advance()
-        if self._iteration is None or self._outcome is not None or self._process is None:
-            return False
-        return not self._process.connection.poll(0)
+        return self._staging.is_pending or not (self._in_hand is None or self._is_known(0.0))
 
     def wait(self, timeout_seconds: float | None) -> Outcome | None:
         """Return the outcome of the upload, once."""
-        if self._iteration is None:
-            return None
         self._staging.finish()
-        if self._outcome is None and not self._receive(timeout_seconds):
+        if self._in_hand is None or not self._is_known(timeout_seconds):
             return None
-        outcome, self._outcome, self._iteration = self._outcome, None, None
+        outcome, self._outcome, self._in_hand = self._outcome, None, None
         return outcome
 
-    def _receive(self, timeout_seconds: float | None) -> bool:
+    def _is_known(self, timeout_seconds: float | None) -> bool:
         """Take the outcome from the process, or find out that there will be none. Returns whether it is known now."""
-        assert self._process is not None
-        assert self._iteration is not None
-        left = self._timeout_seconds - (time.monotonic() - self._began)
-        patience = left if timeout_seconds is None else min(timeout_seconds, left)
-        try:
-            if self._process.connection.poll(max(0.0, patience)):
-                ended: wire.Ended = wire.receive(self._process.connection)
-                self._outcome = ended.outcome
-                if not ended.goes_on:
+        assert self._in_hand is not None
+        patience = self._in_hand.left_seconds if timeout_seconds is None else timeout_seconds
+        until = time.monotonic() + min(patience, self._in_hand.left_seconds)
+        while self._outcome is None:
+            assert self._process is not None
+            try:
+                message = self._process.receive(until - time.monotonic())
+            except (EOFError, OSError):
+                self._lose()
+                continue
+            if isinstance(message, wire.Committing):
+                self._committing = True
+            elif isinstance(message, wire.Ended):
+                self._outcome = message.outcome
+                if not message.goes_on:
                     self._process.kill()
                     self._process = None
-                return True
-        except (EOFError, OSError):
-            self._lose()
-            return True
-        if timeout_seconds is not None and left > timeout_seconds:
-            return False
-        self._process.kill()
-        self._process = None
-        self._outcome = Outcome(
-            self._iteration, self._timeout_seconds, error=late(self._iteration, self._timeout_seconds)
-        )
+            elif self._in_hand.left_seconds <= 0:
+                self._lose(self._in_hand.late())
+            else:
+                return False
         return True
 
     def close(self) -> None:
@@ -268,8 +331,15 @@ class ProcessUploader:
         self._staging.stager.close()
 
     def _at_exit(self) -> None:
-        report_at_exit(self.wait(None))
+        report_at_exit(self.wait, self._in_hand.iteration if self._in_hand is not None else None)
         self.close()
+
+
+def _host() -> str:
+    """Return the name by which the others can reach this machine."""
+    # What the launcher of the job says is known to work, but only about the machine of the job's first rank.
+    is_first = dist.is_available() and dist.is_initialized() and dist.get_rank() == 0
+    return (is_first and os.environ.get("MASTER_ADDR")) or socket.gethostname()
 
 
 def _listen() -> socket.socket:

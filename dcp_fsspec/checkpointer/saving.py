@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,8 +51,12 @@ class IterationWriter:
         self._options = options
         self._plans: dict[str, PlanCache] = {}
 
-    def write(self, snapshot: Snapshot) -> Outcome:
+    def write(self, snapshot: Snapshot, before_commit: Callable[[], None] = lambda: None) -> Outcome:
         """Write and commit one iteration; afterwards the pointer names it, unless it names a later one.
+
+        Args:
+            snapshot: What to write.
+            before_commit: Called on the coordinator right before the commit; it may raise.
 
         Raises:
             CheckpointExistsError: the iteration is committed already, or another job was faster.
@@ -62,7 +66,9 @@ class IterationWriter:
         iteration = snapshot.iteration
         self._group.decide(lambda: self._catalog.begin(iteration, overwrite=self._options.overwrite))
         try:
-            reports = {name: self._write_one(iteration, name, state) for name, state in snapshot.components.items()}
+            # What can fail on one rank alone is done before the ranks wait for each other.
+            writers = self._group.agree(lambda: self._writers(snapshot), "opening the store")
+            reports = {name: self._write_one(name, writers[name], state) for name, state in snapshot.components.items()}
         except CheckpointExistsError:
             self._plans.clear()
             raise  # Another job writes the same iteration, and what is there may be its own.
@@ -72,7 +78,7 @@ class IterationWriter:
                 self._catalog.discard(iteration)
             raise
         all_reports = self._group.gather(reports)
-        record = self._group.decide(lambda: self._commit(snapshot, all_reports))
+        record = self._group.decide(lambda: self._commit(snapshot, all_reports, before_commit))
         each = [one for of_rank in all_reports for one in of_rank.values()]
         return Outcome(
             iteration,
@@ -82,11 +88,16 @@ class IterationWriter:
             num_retries=sum(one.num_retries for one in each),
         )
 
-    def _write_one(self, iteration: int, name: str, state: FlatState) -> SaveReport:
-        store = self._catalog.folder(iteration).child(name)
+    def _writers(self, snapshot: Snapshot) -> dict[str, FsspecStorageWriter]:
         # Fresh file names, and only where nothing stands: another job that writes the same iteration at the same time
         # cannot change what this one has written.
-        writer = FsspecStorageWriter.at(store, overwrite=False, **self._options.writer)
+        folder = self._catalog.folder(snapshot.iteration)
+        return {
+            name: FsspecStorageWriter.at(folder.child(name), overwrite=False, **self._options.writer)
+            for name in snapshot.components
+        }
+
+    def _write_one(self, name: str, writer: FsspecStorageWriter, state: FlatState) -> SaveReport:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
@@ -98,11 +109,13 @@ class IterationWriter:
                     no_dist=not self._group.is_distributed,
                 )
             except CheckpointException as error:
-                raise_failures(checkpoint_failures(error), f"saving {store.url}")
+                raise_failures(checkpoint_failures(error), f"saving {writer.checkpoint_id}")
                 raise
         return writer.last_report
 
-    def _commit(self, snapshot: Snapshot, reports: list[dict[str, SaveReport]]) -> CommitRecord:
+    def _commit(
+        self, snapshot: Snapshot, reports: list[dict[str, SaveReport]], before_commit: Callable[[], None]
+    ) -> CommitRecord:
         record = CommitRecord(
             iteration=snapshot.iteration,
             utc_time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -113,6 +126,7 @@ class IterationWriter:
             metrics=snapshot.metrics,
             metadata=snapshot.metadata,
         )
+        before_commit()
         # Should the commit fail, the files stay: a write that timed out may still arrive, and must not find them gone.
         self._catalog.commit(record, overwrite=self._options.overwrite)
         self._catalog.advance(snapshot.iteration)

@@ -129,7 +129,7 @@ class Stager:
 
     def __init__(self, *, shared: bool) -> None:
         self.arena = Arena(shared=shared)
-        self._stream: Any = None
+        self._streams: dict[torch.device, Any] = {}
 
     def stage(self, snapshot: Snapshot) -> Snapshot:
         """Return a copy of `snapshot` that shares no tensor with the job.
@@ -155,34 +155,39 @@ class Stager:
 
     @torch.no_grad()
     def _copy(self, plan: "_Plan") -> list[torch.Tensor]:
-        on_gpu = any(source.is_cuda for source, _ in plan.sources)
-        if on_gpu:
+        gpus = {source.device for source, _ in plan.sources if source.is_cuda}
+        if gpus:
             self.arena.pin()
         places = []
-        with self._beside() if on_gpu else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            for gpu in gpus:
+                stack.enter_context(self._beside(gpu))
             for source, offset in plan.sources:
                 place = self.arena.place(offset, source.dtype, tuple(source.shape))
-                place.copy_(source, non_blocking=on_gpu)
+                place.copy_(source, non_blocking=source.is_cuda)
+                if source.is_cuda:
+                    # The job may free it while the copy is under way.
+                    source.record_stream(self._streams[source.device])
                 places.append(place)
         return places
 
     @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Copy in a stream of its own, after all that the training has queued so far."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+    def _beside(self, gpu: torch.device) -> Iterator[None]:
+        """Copy from `gpu` in a stream of its own, after all that the training has queued there so far."""
+        if gpu not in self._streams:
+            self._streams[gpu] = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
+        self._streams[gpu].wait_stream(torch.cuda.current_stream(gpu))
+        with torch.cuda.stream(self._streams[gpu]):
             yield
 
     def synchronize(self) -> None:
         """Wait until all copies are complete."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def is_ready(self) -> bool:
         """Tell whether all copies are complete."""
-        return self._stream is None or bool(self._stream.query())
+        return all(stream.query() for stream in self._streams.values())
 
     def close(self) -> None:
         """Give the memory back."""
@@ -210,14 +215,19 @@ class _Plan:
             raise IncompatibleStateError(f"{what} is a {type(value).__name__}, of which no copy can be taken")
         if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
             return None
-        items = create_write_items(key, value)
-        tensors = tuple(self._copy_of(what, find_shard({key: value}, item.index)) for item in items)
+        try:
+            items = create_write_items(key, value)
+            tensors = tuple(self._copy_of(find_shard({key: value}, item.index)) for item in items)
+        except Exception as error:
+            raise IncompatibleStateError(
+                f"{what} is a {type(value).__name__} of which no copy can be taken: {error or type(error).__name__}"
+            ) from error
         return StagedShards(tuple(items), tensors) if items else None
 
-    def _copy_of(self, what: str, tensor: torch.Tensor) -> Any:
+    def _copy_of(self, tensor: torch.Tensor) -> Any:
         tensor = tensor.detach()
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
-            return _clone(what, tensor)
+            return _clone(tensor)
         identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         place = self._seen.get(identity) if tensor.numel() else None
         if place is None:
@@ -227,18 +237,15 @@ class _Plan:
         return place
 
 
-def _clone(what: str, tensor: torch.Tensor) -> torch.Tensor:
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor of a kind that is not plain memory.
 
     Raises:
-        IncompatibleStateError: it cannot be copied as what it is.
+        TypeError: its copy would be something else.
     """
-    try:
-        copy = tensor.clone()
-    except Exception as error:
-        raise IncompatibleStateError(f"{what} is a {type(tensor).__name__} that cannot be copied: {error}") from error
+    copy = tensor.clone()
     if type(copy) is not type(tensor):
-        raise IncompatibleStateError(f"{what} is a {type(tensor).__name__}, a copy of which is no longer one")
+        raise TypeError(f"its copy is a {type(copy).__name__}")
     return copy
 
 

@@ -1,6 +1,7 @@
 """What runs the writing of an iteration: here, in the calling thread. `background` has the others, by one protocol."""
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -52,11 +53,11 @@ class Uploader(Protocol):
         ...
 
 
-def run(writer: IterationWriter, snapshot: Snapshot) -> Outcome:
+def run(writer: IterationWriter, snapshot: Snapshot, before_commit: Callable[[], None] = lambda: None) -> Outcome:
     """Write `snapshot` and return how that ended, whatever went wrong."""
     begin = time.monotonic()
     try:
-        return writer.write(snapshot)
+        return writer.write(snapshot, before_commit)
     except (Exception, CheckpointException) as error:
         return Outcome(snapshot.iteration, time.monotonic() - begin, error=error)
 

@@ -27,7 +27,8 @@ class Setup:
         host: Where the process of rank 0 listens.
         port: Where the process of rank 0 listens.
         listens: Whether a listening socket follows this message: on rank 0.
-        timeout_seconds: After which a collective is given up.
+        timeout_seconds: After which a collective is given up, and an upload whose trainer is gone.
+        trainer_pid: The process id of the trainer.
     """
 
     store: Store
@@ -38,11 +39,23 @@ class Setup:
     port: int
     listens: bool
     timeout_seconds: float
+    trainer_pid: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
     """The process has its group and waits for work."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unable:
+    """The process cannot become ready, and ends.
+
+    Attributes:
+        why: What happened, with its traceback.
+    """
+
+    why: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +67,20 @@ class NewArena:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A staged snapshot, pickled by `encode`."""
+    """A staged snapshot, pickled by `encode`.
 
+    Attributes:
+        iteration: Its iteration.
+        snapshot: The pickle.
+    """
+
+    iteration: int
     snapshot: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Committing:
+    """All components are written, and the iteration is about to be committed. Only rank 0 says so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +96,7 @@ class Ended:
     goes_on: bool
 
 
-Message = Setup | Ready | NewArena | Request | Ended
+Message = Setup | Ready | Unable | NewArena | Request | Committing | Ended
 
 
 def send(connection: Connection, message: Message) -> None:
