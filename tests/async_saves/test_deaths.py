@@ -8,15 +8,13 @@ import signal
 import time
 from typing import Any
 
-import psutil
 import pytest
-import torch
 
 from dcp_fsspec import AsyncSaveError
 from dcp_fsspec.checkpointer.catalog import Catalog
 from support.faultproxy import FaultProxy, Stall, Status
 from support.jobs import Job, finalized, gone, raised
-from support.ranks import Outcome, RankPool, values
+from support.ranks import RankPool, values
 from support.stores import S3Store
 from support.tensors import random_tensor
 
@@ -196,9 +194,7 @@ def test_a_store_that_hangs_is_given_up_and_poll_says_so(
     mode: str, two_ranks: RankPool, proxied_store: S3Store, proxy: FaultProxy
 ) -> None:
     proxy.add(Stall(), operation="PUT", key="*iter_000000002/own/__1_*.distcp", times=None)
-    outcomes = two_ranks.run(
-        _hang, proxied_store.url, proxied_store.storage_options, mode, deadline_seconds=120
-    )
+    outcomes = two_ranks.run(_hang, proxied_store.url, proxied_store.storage_options, mode, deadline_seconds=120)
     for told in values(outcomes):
         assert "given up" in str(told["error"]), told
         assert "iteration 2" in str(told["error"])

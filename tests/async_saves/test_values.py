@@ -20,10 +20,9 @@ import pytest
 import torch
 
 from dcp_fsspec import IncompatibleStateError
-from support.jobs import MODES, Job
+from support.jobs import MODES, Job, raised
 from support.tensors import (
     assert_bits_equal,
-    blank_like,
     random_tensor,
     state_of_all_dtypes,
     state_of_all_shapes,
@@ -164,15 +163,8 @@ def test_quantized_and_sparse_tensors_are_as_in_the_synchronous_mode(tmp_path: P
         outcomes = []
         for mode in ("disabled", "async"):
             job = Job(str(tmp_path / f"{name}-{mode}"), async_mode=mode, state={name: tensor})
-            try:
-                job.save(1)
-                job.checkpointer.wait()
-                outcomes.append("saved")
-            except BaseException as error:
-                assert name in str(error), error
-                outcomes.append("refused")
-            finally:
-                job.checkpointer.finalize()
+            error = raised(lambda job=job: (job.save(1), job.checkpointer.wait()))  # type: ignore[misc]
+            job.checkpointer.finalize()
+            outcomes.append(error is None)
+            assert error is None or name in str(error), error
         assert outcomes[0] == outcomes[1], (name, outcomes)
-
-

@@ -169,7 +169,7 @@ def spread_state(seed: int, size: int) -> dict[str, Any]:
         "leaf": random_tensor(3, seed=seed + 2).requires_grad_(),
         "step": seed,
         "nested": {"text": f"x{seed}", "list": [seed, {"deep": seed}]},
-        "shared": random_tensor(5, seed=seed + 3).share_memory_(),
+        "shared": random_tensor(5, seed=seed + 3).share_memory_(),  # type: ignore[no-untyped-call]
     }
     state["tied"] = state["plain"]
     if dist.is_initialized():
