@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
+import threading
 import time
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from dcp_fsspec import AsyncSaveError
 from dcp_fsspec.checkpointer.catalog import Catalog
 from support.faultproxy import FaultProxy, Stall, Status
-from support.jobs import Job, finalized, gone, raised
+from support.jobs import Job, finalized, gone, kill, raised
 from support.ranks import RankPool, values
 from support.stores import S3Store
 from support.tensors import random_tensor
@@ -35,62 +35,34 @@ def _job(url: str, options: dict[str, Any], **arguments: Any) -> Job:
     return Job(url, storage_options=options, async_mode=PROCESS, own={"x": random_tensor(500)}, **arguments)
 
 
-def _die_at_start_and_idle(rank: int, url: str, options: dict[str, Any]) -> dict[str, Any]:
+def _die(rank: int, url: str, options: dict[str, Any], victim: int, moments: list[str], flags: str) -> dict[str, Any]:
+    """Kill the process of one rank at each of `moments`."""
     log = _Log()
     logging.getLogger("dcp_fsspec").addHandler(log)
     told: dict[str, Any] = {}
     with finalized(_job(url, options)) as job:
-        first = job.worker.pid
-        if rank == 2:
-            os.kill(first, signal.SIGKILL)  # It still imports torch.
-        job.save(1)
-        job.checkpointer.wait()
-        told["at start"] = job.worker.pid != first, [line for line in log.lines if "SIGKILL" in line]
-        second = job.worker.pid
-        log.lines.clear()
-        if rank == 1:
-            os.kill(second, signal.SIGKILL)
-        job.save(2)
-        job.checkpointer.wait()
-        told["idle"] = job.worker.pid != second, [line for line in log.lines if "SIGKILL" in line]
+        for iteration, moment in enumerate(moments, start=1):
+            log.lines.clear()
+            pid = job.worker.pid
+            if rank == victim and moment != "uploading":
+                kill(pid)  # At start it still imports torch.
+            job.save(iteration)
+            if moment == "uploading":
+                if rank == victim:
+                    _await_file(f"{flags}/arrived")
+                    kill(pid)
+                begin = time.monotonic()
+                told["error"] = raised(lambda: job.save(100))
+                told["seconds"] = time.monotonic() - begin
+                told["failures"] = job.ears.told("failure")
+                iteration += 1
+                job.save(iteration)
+            job.checkpointer.wait()
+            told[moment] = job.worker.pid != pid, [line for line in log.lines if "started anew" in line]
         told["success"] = job.ears.told("success")
         last = job.worker.pid
     told["ended"] = gone(last)
     logging.getLogger("dcp_fsspec").removeHandler(log)
-    return told
-
-
-def test_a_process_that_dies_at_start_or_idle_is_replaced_and_the_log_says_so(
-    four_ranks: RankPool, seaweed_store: S3Store
-) -> None:
-    outcomes = four_ranks.run(_die_at_start_and_idle, seaweed_store.url, seaweed_store.storage_options)
-    for told in values(outcomes):
-        assert told["at start"][0]
-        assert "rank 2" in told["at start"][1][0]
-        assert told["idle"][0]
-        assert "rank 1" in told["idle"][1][0]
-        assert told["success"] == [1, 2]
-        assert told["ended"]
-
-
-def _die_in_upload(rank: int, url: str, options: dict[str, Any], victim: int, flags: str) -> dict[str, Any]:
-    told: dict[str, Any] = {}
-    with finalized(_job(url, options)) as job:
-        job.save(1)
-        job.checkpointer.wait()
-        job.own.state["x"] = random_tensor(900)
-        job.save(2)
-        if rank == victim:
-            _await_file(f"{flags}/arrived")
-            os.kill(job.worker.pid, signal.SIGKILL)
-            open(f"{flags}/killed", "w").close()
-        begin = time.monotonic()
-        told["error"] = raised(lambda: job.save(3))
-        told["seconds"] = time.monotonic() - begin
-        told["failures"] = job.ears.told("failure")
-        job.save(3)
-        job.checkpointer.wait()
-        told["success"] = job.ears.told("success")
     return told
 
 
@@ -99,35 +71,43 @@ def _await_file(path: str) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-def test_a_process_that_dies_in_its_upload_fails_the_save_on_all_ranks_and_the_next_succeeds(
-    victim: int, four_ranks: RankPool, proxied_store: S3Store, proxy: FaultProxy, tmp_path: Any
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("num_ranks", "victim"), [(2, 0), (4, 3)])
+def test_h14_a_process_that_dies_is_replaced_and_no_rank_takes_its_save_for_done(
+    num_ranks: int,
+    victim: int,
+    request: pytest.FixtureRequest,
+    proxied_store: S3Store,
+    proxy: FaultProxy,
+    tmp_path: Any,
 ) -> None:
+    """At start and idle it costs nothing, in an upload that one save: on all ranks alike."""
     stall = Stall()
-    proxy.add(stall, operation="PUT", key=f"*iter_000000002/own/__{victim}_*.distcp")
+    moments = ["starting", "idle", "uploading"] if num_ranks == 4 else ["uploading"]
+    lost = len(moments)
+    proxy.add(stall, operation="PUT", key=f"*iter_{lost:09d}/own/__{victim}_*.distcp")
 
     def watch() -> None:
-        stall.arrived.wait(60)
+        stall.arrived.wait(300)
         (tmp_path / "arrived").touch()
 
-    import threading
-
     threading.Thread(target=watch, daemon=True).start()
-    outcomes = four_ranks.run(
-        _die_in_upload, proxied_store.url, proxied_store.storage_options, victim, str(tmp_path), deadline_seconds=120
-    )
-    for told in values(outcomes):
+    pool: RankPool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[num_ranks])
+    arguments = (proxied_store.url, proxied_store.storage_options, victim, moments, str(tmp_path))
+    for told in values(pool.run(_die, *arguments, deadline_seconds=350)):
+        for moment in moments:
+            is_another, log = told[moment]
+            assert is_another, moment
+            assert len(log) == 1, (moment, log)
+            assert moment == "uploading" or (f"rank {victim}" in log[0] and "SIGKILL" in log[0]), log
         assert isinstance(told["error"], AsyncSaveError), told
-        assert "iteration 2" in str(told["error"])
-        assert "SIGKILL" in str(told["error"])
-        assert f"rank {victim}" in str(told["error"])
+        assert all(word in str(told["error"]) for word in (f"iteration {lost}", f"rank {victim}", "SIGKILL")), told
         assert told["seconds"] < 60
-        assert told["failures"] == [2]
-        assert told["success"] == [1, 3]
-    catalog = Catalog(proxied_store.url, storage_options=proxied_store.storage_options)
-    assert catalog.pointee() == 3
-    left = [name for name in proxied_store.raw_list() if "iter_000000002" in name]
-    assert left == []
+        assert told["failures"] == [lost]
+        assert told["success"] == [*range(1, lost), lost + 1]
+        assert told["ended"]
+    assert Catalog(proxied_store.url, storage_options=proxied_store.storage_options).pointee() == lost + 1
+    assert [name for name in proxied_store.raw_list() if f"iter_{lost:09d}" in name] == []
 
 
 def _fail_and_go_on(rank: int, url: str, options: dict[str, Any], mode: str) -> dict[str, Any]:
@@ -168,7 +148,7 @@ def _hang(rank: int, url: str, options: dict[str, Any], mode: str) -> dict[str, 
     with finalized(Job(url, upload_timeout_seconds=6, **arguments)) as job:
         job.save(2)
         begin = time.monotonic()
-        while raised_by_poll(job, told):
+        while _is_uploading(job, told):
             time.sleep(0.05)
         told["seconds"] = time.monotonic() - begin
         job.checkpointer._upload_timeout_seconds = 100.0
@@ -180,7 +160,7 @@ def _hang(rank: int, url: str, options: dict[str, Any], mode: str) -> dict[str, 
     return told
 
 
-def raised_by_poll(job: Job, told: dict[str, Any]) -> bool:
+def _is_uploading(job: Job, told: dict[str, Any]) -> bool:
     """Poll; return whether an upload is still under way."""
     try:
         return not job.checkpointer.poll()

@@ -24,7 +24,7 @@ from dcp_fsspec.checkpointer.snapshot import Snapshot, flat_state
 from dcp_fsspec.checkpointer.staging import Stager
 from dcp_fsspec.testing.servers import SeaweedServer
 from support.faultproxy import FaultProxy, Stall, Status
-from support.jobs import MODES, Job, raised
+from support.jobs import MODES, Job, kill, raised
 from support.ranks import RankPool, values
 from support.stores import S3Store
 from support.tensors import random_tensor
@@ -111,7 +111,7 @@ def test_h02_a_failed_write_does_not_end_the_process(job: Job, proxy: FaultProxy
 def test_h03_a_dead_process_is_noticed_and_replaced(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     _saved(job)
     pid = job.worker.pid
-    os.kill(pid, signal.SIGKILL)
+    kill(pid)
     saved = _saved(job)
     assert job.worker.pid != pid
     assert f"{pid} was killed by SIGKILL" in caplog.text

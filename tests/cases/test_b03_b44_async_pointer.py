@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 
 import pytest
 
 from dcp_fsspec import AsyncSaveError
 from support.faultproxy import FaultProxy, Stall
-from support.jobs import BACKGROUND, Job, finalized
+from support.jobs import BACKGROUND, Job, finalized, kill
 from support.stores import S3Store
 from support.tensors import random_tensor
 
@@ -36,7 +34,7 @@ def test_b03_the_pointer_moves_when_all_is_complete(mode: str, proxied_store: S3
             assert _pointer(proxied_store) == b"iter_000000010\n"
             if mode == "async" or key.endswith("commit.json"):
                 break
-            os.kill(job.worker.pid, signal.SIGKILL)
+            kill(job.worker.pid)
             with pytest.raises(AsyncSaveError):
                 job.checkpointer.wait()
             assert Job(proxied_store.url, storage_options=proxied_store.storage_options).load() == 10

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 
 from dcp_fsspec import AsyncSaveError
 from support.faultproxy import Delay, FaultProxy
-from support.jobs import BACKGROUND, Job, finalized
+from support.jobs import BACKGROUND, Job, finalized, kill
 from support.stores import S3Store
 
 
@@ -88,7 +86,7 @@ def test_b10_a_failure_in_the_background_is_told_and_the_next_save_works(mode: s
         job.save(1)
         job.checkpointer.wait()
         if mode == "async_with_pinned_mem":
-            os.kill(job.worker.pid, signal.SIGKILL)
+            kill(job.worker.pid)
         # In the way of the iteration's folder: the one store error that needs no fault.
         (tmp_path / "run" / "iter_000000002").write_text("in the way")
         job.save(2)

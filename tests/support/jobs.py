@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -206,6 +207,12 @@ def gone(pid: int, timeout_seconds: float = 30.0) -> bool:
     except psutil.TimeoutExpired:
         return False
     return True
+
+
+def kill(pid: int) -> None:
+    """Kill a child process and wait until it is dead, without taking its exit status from its parent's code."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def children() -> list[int]:
