@@ -19,7 +19,7 @@ from fsspec import AbstractFileSystem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_fsspec.checkpointer import layout
-from dcp_fsspec.checkpointer.background import ThreadUploader
+from dcp_fsspec.checkpointer.background import ThreadUploader, is_agreed
 from dcp_fsspec.checkpointer.callbacks import Callbacks
 from dcp_fsspec.checkpointer.catalog import Catalog
 from dcp_fsspec.checkpointer.group import Group, portable
@@ -373,8 +373,8 @@ class DistributedCheckpointer:
 
         Not for long, and whatever the store says: it may be the store that fails.
         """
-        if not all(isinstance(error, AsyncSaveError | RuntimeError) for error in failures.values()):
-            return None  # A worker lived to tell how far it came, and has removed what it wrote.
+        if all(is_agreed(error) and not isinstance(error, AsyncSaveError) for error in failures.values()):
+            return None  # The writers lived to the end, and have removed what they wrote.
         found: list[CommitRecord] = []
         catalog = self.catalog.copy()
 

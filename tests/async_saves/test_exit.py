@@ -68,7 +68,7 @@ def _run(store: S3Store, mode: str, ending: str, timeout_seconds: float = 100.0)
 
 
 def _workers(output: str) -> list[int]:
-    return [int(line.rpartition(" ")[2]) for line in output.splitlines() if "worker " in line]
+    return [int(line.removeprefix("worker ")) for line in output.splitlines() if line.startswith("worker ")]
 
 
 def _is_complete(store: S3Store) -> bool:
