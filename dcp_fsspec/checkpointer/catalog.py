@@ -17,13 +17,13 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from dcp_fsspec.checkpointer import layout
+from dcp_fsspec.checkpointer.folder import check_files, read_record, read_save_id
 from dcp_fsspec.checkpointer.records import CommitRecord
 from dcp_fsspec.checkpointer.retention import Committed, RetentionPolicy
 from dcp_fsspec.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigurationError,
-    CorruptCheckpointError,
     DcpFsspecError,
     StorageWriteError,
     UncommittedCheckpointError,
@@ -145,21 +145,16 @@ class Catalog:
         if record is not None:
             return Found(iteration, record)
         folder = self.folder(iteration)
-        entries = folder.list_folder()
-        if not entries:
+        files = folder.list_files()
+        if not files:
             raise CheckpointNotFoundError(f"there is nothing at {folder.url}")
-        if entries.get(metadata.FILE_NAME) is False and pointed:
-            return Found(iteration, None)  # One flat DCP checkpoint, as some versions of other software write it.
-        components = [name for name, is_folder in entries.items() if is_folder]
-        missing = [name for name in components if not folder.child(name).exists(metadata.FILE_NAME)]
-        if not pointed:
-            missing += [name for name in layout.STANDARD_COMPONENTS if name not in components]
-        if missing or not components:
-            raise UncommittedCheckpointError(
-                f"{folder.url} was never completed: it has no {layout.COMMIT_NAME}, and what it holds of "
-                f"{', '.join(missing) or 'a checkpoint'} is missing or incomplete. Use an older iteration."
-            )
-        return Found(iteration, None)
+        missing = layout.missing_marks(files, all_standard=not pointed)
+        if not missing:
+            return Found(iteration, None)
+        raise UncommittedCheckpointError(
+            f"{folder.url} was never completed, or was removed in part: it has no {layout.COMMIT_NAME} that can be "
+            f"read, and {', '.join(missing)}. Use an older iteration."
+        )
 
     def latest(self) -> Found | None:
         """Return the iteration to resume from: what the pointer names, else the newest that is committed.
@@ -216,12 +211,12 @@ class Catalog:
         files = folder.list_files()
         if not files:
             return
+        pointee = self.pointee()
         try:
-            self.find(iteration)
+            self.find(iteration, pointed=iteration == pointee)
         except (UncommittedCheckpointError, CheckpointNotFoundError):
             logger.info("%s: removing the leftovers of a save that was not completed", folder.url)
         else:
-            pointee = self.pointee()
             if not overwrite and not (pointee is not None and iteration > pointee):
                 raise CheckpointExistsError(
                     f"{folder.url} is committed already. Another job may be saving here: give each job a folder of "
@@ -238,7 +233,7 @@ class Catalog:
             StorageWriteError: it is not committed; also if another job has changed the folder since.
         """
         folder = self.folder(record.iteration)
-        _check_files(record, folder)
+        check_files(record, folder)
         folder.prepare()
         folder.swap(layout.COMMIT_NAME, record.encode(), create_only=not overwrite)
         folder.flush()
@@ -359,6 +354,26 @@ class Catalog:
             swept[iteration] = sum(files.values())
         return swept
 
+    def discard_save(self, iteration: int, save_ids: Mapping[str, str]) -> None:
+        """Remove what a save that failed has written of `iteration`, and nothing of another save. A failure is logged.
+
+        Args:
+            iteration: The iteration.
+            save_ids: The save, by component.
+        """
+        folder = self.folder(iteration)
+        try:
+            files = folder.list_files()
+            for component, save_id in save_ids.items():
+                store = folder.child(component)
+                inside = [name.removeprefix(f"{component}/") for name in files if name.startswith(f"{component}/")]
+                if metadata.FILE_NAME in inside and read_save_id(store) == save_id:
+                    store.remove([metadata.FILE_NAME])
+                own = [name for name in inside if layout.is_of_save(name, save_id) and name != metadata.FILE_NAME]
+                store.remove_all(own, "left behind by a failed save")
+        except DcpFsspecError as error:
+            logger.warning("%s: leftovers of a failed save stay: %s", folder.url, error)
+
     def _remove(self, folder: Store, files: Mapping[str, int]) -> None:
         """Remove `files` of an iteration: first what makes it valid, each in an own request, then the rest."""
         if layout.COMMIT_NAME in files:
@@ -368,6 +383,8 @@ class Catalog:
         folder.remove(marks)
         folder.remove(name for name in files if name not in marks and name != layout.COMMIT_NAME)
         left = folder.list_files()
+        if layout.COMMIT_NAME in left:
+            self._refuse_commit(folder)
         if left:
             raise StorageWriteError(
                 f"{folder.url}: {len(left)} of {len(files)} files could not be removed, such as {min(left)}. "
@@ -375,29 +392,21 @@ class Catalog:
             )
         folder.remove_folder()
 
+    def _refuse_commit(self, folder: Store) -> None:
+        """Deal with a commit record that another job has written while its iteration was being removed here.
 
-def _check_files(record: CommitRecord, folder: Store) -> None:
-    """Look whether the folder holds what is to be committed, and nothing else: one listing."""
-    held: dict[str, list[int]] = {}
-    for name, size in folder.list_files().items():
-        if name.endswith(metadata.SHARD_SUFFIX):
-            held.setdefault(name.partition("/")[0], []).append(size)
-    for name in {*held, *record.components}:
-        sizes, wanted = held.get(name, []), record.components.get(name)
-        if wanted is None or (len(sizes), sum(sizes)) != (wanted.num_files, wanted.num_bytes):
-            written = f"{wanted.num_files} shard files of {wanted.num_bytes} bytes" if wanted else "nothing"
+        Raises:
+            CheckpointExistsError: what it committed is whole, and stays.
+            StorageWriteError: it lost files; the record has been removed, so that nobody takes it for a checkpoint.
+        """
+        other = "Another job is saving into the same folder; give each its own."
+        record = read_record(folder)
+        try:
+            if record is not None:
+                check_files(record, folder)
+                raise CheckpointExistsError(f"{folder.url} has been committed meanwhile. {other}")
+        except StorageWriteError as error:
+            folder.remove([layout.COMMIT_NAME])
             raise StorageWriteError(
-                f"{folder.child(name).url}: {written} were written, {len(sizes)} of {sum(sizes)} bytes are there, so "
-                "the iteration was not committed. Another job must be saving into the same folder; give each its own."
-            )
-
-
-def read_record(folder: Store) -> CommitRecord | None:
-    """Return the commit record in an iteration's folder, None if there is none that can be read as one."""
-    try:
-        return CommitRecord.decode(folder.read(layout.COMMIT_NAME), folder.url_of(layout.COMMIT_NAME))
-    except CheckpointNotFoundError:
-        return None
-    except CorruptCheckpointError as error:
-        logger.warning("%s; the iteration counts as not committed", error)
-        return None
+                f"{folder.url} has lost files to two jobs and is no longer committed. {other}"
+            ) from error

@@ -177,7 +177,7 @@ class DistributedCheckpointer:
             CorruptCheckpointError, UnsafeCheckpointError: the checkpoint was refused.
             StorageReadError: the store did not answer. What was loaded so far stays; do not train on it.
         """
-        self._callbacks.call("on_load_checkpoint_start", model)
+        self._call_on_all("on_load_checkpoint_start", model)
         decision = self._group.decide(lambda: decide(self.catalog, self._resume, self._known, iteration))
         if self._group.is_coordinator:
             for note in decision.notes:
@@ -185,7 +185,9 @@ class DistributedCheckpointer:
         resumed, url = 0, None
         if decision.location is not None:
             trainer = TrainerState(grad_scaler, None)
-            components = self._components_to_load(decision, model, optimizer, scheduler, trainer)
+            components = self._group.agree(
+                lambda: self._components_to_load(decision, model, optimizer, scheduler, trainer), "preparing the load"
+            )
             folder = self._folder(decision)
             report, states = self._loader(decision).load(decision, folder, components)
             if layout.SCHEDULER in states and layout.OPTIM not in states:
@@ -193,11 +195,15 @@ class DistributedCheckpointer:
             resumed, url = _iteration(decision, trainer, report), folder.url
             report.iteration = resumed
             self._report(report)
-            self._callbacks.call("on_load_checkpoint", model, state_dict=states)
+            self._call_on_all("on_load_checkpoint", model, state_dict=states)
             torch.cuda.empty_cache()  # Does nothing where CUDA is not in use.
         self._gone_back_to = iteration
-        self._callbacks.call("on_load_checkpoint_end", model, iteration=resumed, checkpoint_path=url)
+        self._call_on_all("on_load_checkpoint_end", model, iteration=resumed, checkpoint_path=url)
         return resumed
+
+    def _call_on_all(self, hook: str, *args: Any, **kwargs: Any) -> None:
+        """Call a hook; if it fails on one rank, the others must not wait for it in the next exchange."""
+        self._group.agree(lambda: self._callbacks.call(hook, *args, **kwargs), hook)
 
     def _folder(self, decision: Decision) -> Store:
         assert decision.location is not None
@@ -206,8 +212,11 @@ class DistributedCheckpointer:
         return open_store(self.catalog, self._resume, decision.location)
 
     def _loader(self, decision: Decision) -> Loader:
-        # Shapes, casts and missing keys are forgiven for a warm start if the user says so; the job's own are complete.
-        return Loader(self._group, self._resume, self._reader_settings)
+        config = self._resume
+        if decision.is_auto_resume:
+            # Shapes and casts are forgiven for a warm start if the user says so; what the job wrote itself fits.
+            config = dataclasses.replace(config, mismatched="error", overlap_keys=(), allow_lossy_casts=False)
+        return Loader(self._group, config, self._reader_settings)
 
     def _components_to_load(
         self, decision: Decision, model: Any, optimizer: Any, scheduler: Any, trainer: TrainerState

@@ -1,4 +1,4 @@
-r"""The names of folders and files below a job's checkpoints folder. Pure.
+r"""The names of folders and files below a job's checkpoints folder, and what they tell. Pure.
 
 ::
 
@@ -8,8 +8,10 @@ r"""The names of folders and files below a job's checkpoints folder. Pure.
 """
 
 import re
+from collections.abc import Iterable
 
 from dcp_fsspec.errors import ConfigurationError
+from dcp_fsspec.storage import checksums, metadata
 
 POINTER_NAME = "latest_checkpoint.txt"
 COMMIT_NAME = "commit.json"
@@ -23,6 +25,8 @@ STANDARD_COMPONENTS = (MODEL, OPTIM, SCHEDULER, TRAINER)
 """In the order in which they are written."""
 
 _ITERATION = re.compile(r"iter_(\d{9}|[1-9]\d{9,17})")
+_FOREIGN_FOLDER = re.compile(r"step-(\d{1,18})")
+_OWN_SHARD = re.compile(r"__\d+_\d+_[0-9a-f]{8}\.distcp")
 _COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}")
 
 
@@ -41,6 +45,44 @@ def iteration_of(name: str) -> int | None:
     """Return the iteration whose folder is called `name`, or None for every foreign name."""
     match = _ITERATION.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def iteration_told_by(name: str) -> int | None:
+    """Return the iteration that the name of a folder tells, also one of torchtitan's ``step-500``."""
+    foreign = _FOREIGN_FOLDER.fullmatch(name)
+    return int(foreign[1]) if foreign else iteration_of(name)
+
+
+def is_of_save(name: str, save_id: str) -> bool:
+    """Tell whether a shard file or checksums file of a component was written by the save `save_id`."""
+    return name.rpartition(".")[0].endswith(checksums.name_suffix(save_id))
+
+
+def missing_marks(files: Iterable[str], *, all_standard: bool) -> list[str]:
+    """Return what an iteration's folder without a commit record lacks to be a complete one of other software.
+
+    What the checkpointer of this package writes bears the save's id in its names, and is complete only with a record.
+
+    Args:
+        files: Names below the folder.
+        all_standard: It needs all of the standard components; otherwise one is enough, or one flat DCP checkpoint.
+    """
+    marked: dict[str, bool] = {}
+    for name in files:
+        component, _, below = name.rpartition("/")
+        if _OWN_SHARD.fullmatch(below):
+            return ["it was written by this package, which completes an iteration by that file"]
+        # Other folders, such as one of pickles of the data loader, are no components.
+        if below == metadata.FILE_NAME:
+            marked[component] = True
+        elif below.endswith(metadata.SHARD_SUFFIX):
+            marked.setdefault(component, False)
+    if marked.get("") and not all_standard:
+        return []
+    wanted = [name for name in STANDARD_COMPONENTS if all_standard and name not in marked]
+    wanted += [name for name, complete in marked.items() if not complete]
+    missing = [f"{name}/{metadata.FILE_NAME} is missing".removeprefix("/") for name in wanted]
+    return missing if missing or marked else ["there is no component in it"]
 
 
 def pointer_text(iteration: int) -> bytes:

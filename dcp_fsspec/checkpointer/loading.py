@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class _Opened:
     store: Store
     files: SmallFiles
     metadata: Metadata
-    prefix: str
+    prefix: str | None
     matched: Match
 
 
@@ -168,18 +168,24 @@ class Loader:
             store = folder if decision.flat else folder.child(name)
             dcp_metadata, _ = read_metadata(store, files=small)
             _check_save(dcp_metadata, decision.save_ids.get(name), store)
-            prefix = _prefix_of(name, dcp_metadata) if decision.flat else ""
-            # Without a prefix, the keys of all other components would count as unexpected.
-            one_of_many = decision.flat and not prefix
-            matched = components[name].match(
-                dcp_metadata, self._config, strict=strict and not one_of_many, prefix=prefix
-            )
-            if one_of_many:
-                matched.report.unexpected = []
-                matched.problems += [f"{key!r} is missing" for key in matched.report.missing if strict]
-            opened[name] = _Opened(store, small, dcp_metadata, prefix, matched)
+            candidates = [
+                _Opened(
+                    store, small, dcp_metadata, prefix, self._match_one(components[name], dcp_metadata, prefix, strict)
+                )
+                for prefix in (_prefixes_of(name, dcp_metadata) if decision.flat else [None])
+            ]
+            opened[name] = max(candidates, key=lambda one: len(one.matched.report.loaded))
         check({name: one.matched for name, one in opened.items()}, folder.url)
         return opened
+
+    def _match_one(self, component: Component, dcp_metadata: Metadata, prefix: str | None, strict: bool) -> Match:
+        if prefix != "":
+            return component.match(dcp_metadata, self._config, strict=strict, prefix=prefix or "")
+        # The model's keys have no prefix of their own beside the other components', which must not count as unexpected.
+        matched = component.match(dcp_metadata, self._config, strict=False, prefix="")
+        matched.report.unexpected = []
+        matched.problems += [f"{key!r} is missing in the checkpoint" for key in matched.report.missing if strict]
+        return matched
 
     def _load_one(self, component: Component, opened: _Opened, doing: str) -> dict[str, Any]:
         begin = time.monotonic()
@@ -188,7 +194,7 @@ class Loader:
         )
         loaded = self._read(reader, opened, doing)
         state = self._group.agree(
-            lambda: component.restore(loaded, opened.matched, opened.metadata, opened.prefix), doing
+            lambda: component.restore(loaded, opened.matched, opened.metadata, opened.prefix or ""), doing
         )
         report = opened.matched.report
         report.num_bytes, report.num_requests = reader.last_report.num_bytes, reader.last_report.num_requests
@@ -225,13 +231,19 @@ def _check_save(dcp_metadata: Metadata, save_id: str | None, store: Store) -> No
         )
 
 
-def _prefix_of(component: str, dcp_metadata: Metadata) -> str:
-    for prefix in _FLAT_SECTIONS.get(component, (f"{component}.",)):
-        if any(name.startswith(prefix) for name in dcp_metadata.state_dict_metadata):
-            return prefix
+def _prefixes_of(component: str, dcp_metadata: Metadata) -> list[str]:
+    """Return how the keys of a component may begin in a checkpoint that holds all of them."""
+    known = _FLAT_SECTIONS.get(component, (f"{component}.",))
+    found = [prefix for prefix in known if any(map(_begins(prefix), dcp_metadata.state_dict_metadata))]
     if component == layout.MODEL:
-        return ""
-    raise IncompatibleStateError(f"the checkpoint has no keys for {component}; leave it out by keys_not_to_resume")
+        found.append("")
+    if not found:
+        raise IncompatibleStateError(f"the checkpoint has no keys for {component}; leave it out by keys_not_to_resume")
+    return found
+
+
+def _begins(prefix: str) -> Callable[[str], bool]:
+    return lambda name: name.startswith(prefix)
 
 
 def _empty_as_stored(dcp_metadata: Metadata, name: str) -> torch.Tensor:

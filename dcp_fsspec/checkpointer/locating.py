@@ -3,10 +3,12 @@
 Called on one rank, which tells the others.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 
 from dcp_fsspec.checkpointer import layout
-from dcp_fsspec.checkpointer.catalog import Catalog, read_record
+from dcp_fsspec.checkpointer.catalog import Catalog
+from dcp_fsspec.checkpointer.folder import read_record
 from dcp_fsspec.checkpointer.records import CommitRecord
 from dcp_fsspec.checkpointer.resume import Decision, ResumeConfig, components_to_load
 from dcp_fsspec.errors import CheckpointNotFoundError, UncommittedCheckpointError
@@ -53,16 +55,27 @@ def decide(catalog: Catalog, config: ResumeConfig, known: Sequence[str], iterati
 
 
 def open_store(catalog: Catalog, config: ResumeConfig, location: str) -> Store:
-    """Return the store of a warm start, reached by its own options if it has any, else by those of the job."""
+    """Return the store of a warm start.
+
+    It is reached by its own options if it has any, else by those of the job if it has the same protocol.
+    """
+    location = os.fspath(location)
     if config.load_storage_options is not None:
         return Store(location, config.load_storage_options)
+    if _protocol(location) != _protocol(catalog.store.location):
+        return Store(location)
     return catalog.store.at(location)
+
+
+def _protocol(location: str) -> str:
+    protocol, separator, _ = location.partition("://")
+    return protocol if separator and protocol != "file" else ""
 
 
 def _warm_start(store: Store, components: tuple[str, ...]) -> Decision:
     """Find the checkpoint at, or below, the folder that the user named."""
     entries = store.list_folder()
-    iteration = layout.iteration_of(store.url.rpartition("/")[2])
+    iteration = layout.iteration_told_by(store.url.rpartition("/")[2])
     notes: tuple[str, ...] = ()
     if iteration is None and not _is_checkpoint(entries):
         store, iteration, notes = _latest_below(store, entries)

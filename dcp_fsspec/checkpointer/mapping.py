@@ -78,3 +78,8 @@ def lora_base_layers(keys: Collection[str]) -> dict[str, str]:
 
 EMA_TO_REGULAR = prefixes({"net.": "net_ema."})
 """Load averaged weights into the regular ones."""
+
+
+def is_replaced_by_ema(name: str, asked: Collection[str]) -> bool:
+    """Tell whether a name in a checkpoint is that of a regular weight whose averaged one is `asked` for instead."""
+    return EMA_TO_REGULAR([name]).get(name) in asked

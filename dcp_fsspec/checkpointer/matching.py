@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dcp_fsspec.checkpointer.mapping import Renaming
+from dcp_fsspec.checkpointer.mapping import Renaming, is_replaced_by_ema
 from dcp_fsspec.checkpointer.resume import ResumeConfig
 from dcp_fsspec.errors import IncompatibleStateError
 
@@ -89,7 +89,12 @@ def match(
             result.report.missing.append(key)
         else:
             _match_one(result, key, name, value, stored[name], config)
-    result.report.unexpected = _unexpected(stored, result, template, renaming, prefix)
+    _note_unexpected(result.report, stored, {prefix + renaming.to_checkpoint.get(key, key) for key in template}, prefix)
+    if config.load_ema_to_reg:
+        asked = set(renaming.to_checkpoint.values())
+        regular = [name for name in result.report.unexpected if is_replaced_by_ema(name, asked)]
+        result.report.unexpected = [name for name in result.report.unexpected if name not in set(regular)]
+        result.report.skipped += regular
     if strict:
         result.problems += [f"{key!r} is missing in the checkpoint" for key in result.report.missing]
         result.problems += [f"{key!r} is in the checkpoint only" for key in result.report.unexpected]
@@ -101,12 +106,11 @@ def is_extra_state(key: str) -> bool:
     return key == EXTRA_STATE or key.endswith(f".{EXTRA_STATE}")
 
 
-def _unexpected(
-    stored: Mapping[str, Any], result: Match, template: Collection[str], renaming: Renaming, prefix: str
-) -> list[str]:
-    asked = {prefix + renaming.to_checkpoint.get(key, key) for key in template}
-    names = [name for name in stored if name.startswith(prefix) and name not in asked]
-    return [name.removeprefix(prefix) for name in names if not is_extra_state(name)]
+def _note_unexpected(report: ComponentReport, stored: Mapping[str, Any], asked: Collection[str], prefix: str) -> None:
+    for name in stored:
+        if name.startswith(prefix) and name not in asked:
+            key = name.removeprefix(prefix)
+            (report.skipped if is_extra_state(key) else report.unexpected).append(key)
 
 
 def _match_one(result: Match, key: str, name: str, value: Any, stored: Any, config: ResumeConfig) -> None:

@@ -6,7 +6,6 @@ containers, with the name of the flat key in the place of each value.
 """
 
 import collections
-import itertools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,39 +39,35 @@ def flatten(state: Mapping[str, Any], what: str) -> tuple[dict[str, Any], dict[s
 
 
 def nest(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
-    """Return the nested form of `flat`: numbers in a path are places in a list, all else are keys."""
-    root: dict[str, Any] = {}
+    """Return the nested form of `flat`: numbers in a path are places in a list, all else are keys.
+
+    The order of the keys in `flat` is that of dicts, and says nothing about lists.
+    """
+    tree = _Branch()
     for key, value in flat.items():
         path = paths.get(key, (key,))
-        container: Any = root
-        for step, following in itertools.pairwise(path):
-            container = _enter(container, step, [] if isinstance(following, int) else {})
-        _put(container, path[-1], value)
-    return root
+        branch = tree
+        for step in path[:-1]:
+            branch = branch.setdefault(step, _Branch())
+            if not isinstance(branch, _Branch):
+                raise IncompatibleStateError(f"{key!r} in the checkpoint lies inside a value of its own")
+        branch[path[-1]] = value
+    return {str(name): _grown(one) for name, one in tree.items()}
 
 
-def _enter(container: Any, step: str | int, default: Any) -> Any:
-    if isinstance(container, list):
-        assert isinstance(step, int)
-        _extend(container, step)
-        if container[step] is None:
-            container[step] = default
-        return container[step]
-    return container.setdefault(step, default)
+class _Branch(dict[str | int, Any]):
+    """A dict or a list that is not complete yet."""
 
 
-def _put(container: Any, step: str | int, value: Any) -> None:
-    if isinstance(container, list):
-        assert isinstance(step, int)
-        _extend(container, step)
-    container[step] = value
-
-
-def _extend(items: list[Any], place: int) -> None:
-    if place > len(items):
-        raise IncompatibleStateError(f"a list in the checkpoint begins with its element {place}")
-    if place == len(items):
-        items.append(None)
+def _grown(node: Any) -> Any:
+    if not isinstance(node, _Branch):
+        return node
+    if not all(isinstance(step, int) for step in node):
+        return {name: _grown(one) for name, one in node.items()}
+    places = sorted(node)
+    if places != list(range(len(places))):
+        raise IncompatibleStateError(f"a list in the checkpoint has the elements {places} only")
+    return [_grown(node[place]) for place in places]
 
 
 def with_outline(state: Mapping[str, Any], what: str) -> dict[str, Any]:

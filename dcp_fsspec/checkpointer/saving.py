@@ -17,7 +17,6 @@ from dcp_fsspec.checkpointer.outcome import Outcome
 from dcp_fsspec.checkpointer.plan_cache import PlanCache
 from dcp_fsspec.checkpointer.records import CommitRecord, ComponentRecord
 from dcp_fsspec.checkpointer.snapshot import FlatState, Snapshot, SnapshotPlanner
-from dcp_fsspec.errors import CheckpointExistsError
 from dcp_fsspec.storage.report import SaveReport
 from dcp_fsspec.storage.writer import FsspecStorageWriter
 from dcp_fsspec.version import __version__
@@ -65,17 +64,15 @@ class IterationWriter:
         begin = time.monotonic()
         iteration = snapshot.iteration
         self._group.decide(lambda: self._catalog.begin(iteration, overwrite=self._options.overwrite))
+        reports: dict[str, SaveReport] = {}
         try:
             # What can fail on one rank alone is done before the ranks wait for each other.
             writers = self._group.agree(lambda: self._writers(snapshot), "opening the store")
-            reports = {name: self._write_one(name, writers[name], state) for name, state in snapshot.components.items()}
-        except CheckpointExistsError:
-            self._plans.clear()
-            raise  # Another job writes the same iteration, and what is there may be its own.
+            for name, state in snapshot.components.items():
+                self._write_one(name, writers[name], state, reports)
         except BaseException:
             self._plans.clear()
-            if self._group.is_coordinator:
-                self._catalog.discard(iteration)
+            self._clean_up(iteration, reports)
             raise
         all_reports = self._group.gather(reports)
         record = self._group.decide(lambda: self._commit(snapshot, all_reports, before_commit))
@@ -97,7 +94,10 @@ class IterationWriter:
             for name in snapshot.components
         }
 
-    def _write_one(self, name: str, writer: FsspecStorageWriter, state: FlatState) -> SaveReport:
+    def _write_one(
+        self, name: str, writer: FsspecStorageWriter, state: FlatState, reports: dict[str, SaveReport]
+    ) -> None:
+        """Write one component, and note in `reports` what was written, also of a save that fails."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
@@ -111,7 +111,8 @@ class IterationWriter:
             except CheckpointException as error:
                 raise_failures(checkpoint_failures(error), f"saving {writer.checkpoint_id}")
                 raise
-        return writer.last_report
+            finally:
+                reports[name] = writer.last_report
 
     def _commit(
         self, snapshot: Snapshot, reports: list[dict[str, SaveReport]], before_commit: Callable[[], None]
@@ -131,6 +132,15 @@ class IterationWriter:
         self._catalog.commit(record, overwrite=self._options.overwrite)
         self._catalog.advance(snapshot.iteration)
         return record
+
+    def _clean_up(self, iteration: int, reports: Mapping[str, SaveReport]) -> None:
+        """Remove what a failed save has left, on the way out with its error.
+
+        Only that: the save may have failed because another job writes, or has committed, the same iteration.
+        """
+        if not self._group.is_coordinator:
+            return
+        self._catalog.discard_save(iteration, {name: one.save_id for name, one in reports.items() if one.save_id})
 
 
 def _component(name: str, reports: list[dict[str, SaveReport]]) -> ComponentRecord:

@@ -272,7 +272,9 @@ class StatefulComponent:
         """Give the object the state that was saved."""
         start = self._start(prefix)
         data = getattr(metadata, "planner_data", None) or {}
-        flat = {name.removeprefix(start): value for name, value in loaded.items()}
+        # In the order in which they were saved: that of `loaded` depends on which rank wrote what.
+        names = [name for name in data if name in loaded] + [name for name in loaded if name not in data]
+        flat = {name.removeprefix(start): loaded[name] for name in names}
         paths = {name.removeprefix(start): _below(data[name], start) for name in loaded if name in data}
         if not flat:
             return {}

@@ -32,7 +32,7 @@ class SchedulerState:
             raise IncompatibleStateError(
                 f"the checkpoint has {len(state)} schedulers, the job has {len(self._schedulers)}"
             )
-        states = list(state.values()) if self._is_list else [state]
+        states = [state[number] for number in sorted(state, key=int)] if self._is_list else [state]
         for scheduler, one in zip(self._schedulers, states, strict=True):
             _check_base_lrs(scheduler, one)
             scheduler.load_state_dict(one)

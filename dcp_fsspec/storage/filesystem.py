@@ -100,7 +100,7 @@ class Store:
         self._secrets = secrets_of({"now": options, "key of before": list(self._secrets)})
         self._errors = Translator(self._secrets)
         self._fs, path = self._resolve(options, extra)
-        self._pid = os.getpid()
+        self._pid, self._connected_by = os.getpid(), options
         self.root = normalize_root(path)
         self.capabilities: Capabilities = capabilities_of(self._fs)
         if self.capabilities.local and "://" not in self._location:
@@ -175,12 +175,21 @@ class Store:
 
     @property
     def fs(self) -> AbstractFileSystem:
-        """The filesystem, made anew in a forked child: event loops and sockets do not survive a fork."""
-        if self._pid != os.getpid():
+        """The filesystem.
+
+        It is made anew in a forked child, since event loops and sockets do not survive a fork, and when the options
+        are a mapping that has changed, such as one that follows a file of credentials.
+        """
+        if self._is_outdated:
             with self._lock:
-                if self._pid != os.getpid():
+                if self._is_outdated:
                     self._reconnect()
         return self._fs
+
+    @property
+    def _is_outdated(self) -> bool:
+        followed = not isinstance(self._storage_options, dict) and dict(self._storage_options) != self._connected_by
+        return followed or self._pid != os.getpid()
 
     def _reconnect(self) -> None:
         """Make the filesystem anew, and with it its session and its credentials."""

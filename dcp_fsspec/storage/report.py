@@ -14,7 +14,7 @@ class SaveReport:
         seconds: Wall time of the writing on this rank, from the plan to the last shard file.
         num_requests: Calls made to the filesystem by this rank, the commit included.
         num_retries: Those of them that repeated a failed one.
-        save_id: The id that ``.metadata`` carries; on the coordinator.
+        save_id: The id that ``.metadata`` carries, or would have carried after a failure; on the coordinator.
     """
 
     num_files: int = 0

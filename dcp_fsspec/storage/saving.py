@@ -181,6 +181,7 @@ class Save:
             seconds=time.monotonic() - begin,
             num_requests=self.store.num_requests - self._requests_before,
             num_retries=self.store.num_retries - self._retries_before,
+            save_id=self.report.save_id,
         )
         return results
 
@@ -232,6 +233,7 @@ class Save:
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the shard files: stock names for a first save, names never used before for any other."""
         suffix = checksums.name_suffix(self._save_id)
+        self.report.save_id = self._save_id
         named = []
         for number, plan in enumerate(plans):
             rank = number if self._use_collectives or self._rank is None else self._rank
@@ -269,7 +271,6 @@ class Save:
             raise
         self.store.flush()
         self._remove_old({*names, checksums_name})
-        self.report.save_id = self._save_id
         self.report.num_requests = self.store.num_requests - self._requests_before
         self.report.num_retries = self.store.num_retries - self._retries_before
 

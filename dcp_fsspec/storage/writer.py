@@ -177,7 +177,9 @@ class FsspecStorageWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the shard files: stock names for a first save, names never used before for any other."""
-        return self._save.prepare_global_plan(plans)
+        named = self._save.prepare_global_plan(plans)
+        self.last_report = self._save.report
+        return named
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: all shard files of all ranks are durable, now one write makes them a checkpoint.
