@@ -244,7 +244,8 @@ class Catalog:
 
         Args:
             iteration: The iteration.
-            backward: Allow to move it to an older iteration than it names now.
+            backward: Allow to move it to an older iteration than it names now. It is moved in any case if what it
+                names is gone or incomplete.
 
         Raises:
             CheckpointNotFoundError, UncommittedCheckpointError: it is not committed; the pointer stays.
@@ -253,7 +254,7 @@ class Catalog:
         if iteration not in self._records:
             self.find(iteration, pointed=True)
         pointee = self.pointee()
-        if pointee is not None and pointee > iteration and not backward:
+        if pointee is not None and pointee > iteration and not backward and self._is_committed(pointee):
             logger.warning(
                 "%s names iteration %d already and is not moved back to %d. Does another job save here?",
                 self._pointer_url,
@@ -295,6 +296,13 @@ class Catalog:
                     continue
             removed.append(iteration)
         return removed
+
+    def _is_committed(self, pointee: int) -> bool:
+        try:
+            self.find(pointee, pointed=True)
+        except (CheckpointNotFoundError, UncommittedCheckpointError):
+            return False
+        return True
 
     def _committed(self, iteration: int) -> Committed | None:
         try:

@@ -223,14 +223,16 @@ class DistributedCheckpointer:
     ) -> dict[str, Component]:
         given = self._components(model, optimizer, scheduler, trainer, warm_start=not decision.is_auto_resume)
         chosen = sorted(decision.components, key=lambda name: (name not in layout.STANDARD_COMPONENTS, name))
-        lacking = [name for name in chosen if name not in given]
+        # What the record of the checkpoint does not name was None when it was saved, and may be so again.
+        stored = decision.save_ids or chosen
+        lacking = [name for name in chosen if name not in given and name in stored]
         if lacking:
             raise ConfigurationError(
                 f"{', '.join(lacking)} would be loaded from {self._folder(decision).url}, but load() was given no "
                 "object for it. Pass it, or leave it out by keys_not_to_resume (with filter_auto_resume=True if the "
                 "checkpoint is the job's own)."
             )
-        return {name: given[name] for name in chosen}
+        return {name: given[name] for name in chosen if name in given}
 
     def _components(
         self, model: Any, optimizer: Any, scheduler: Any, trainer: TrainerState, *, warm_start: bool = False

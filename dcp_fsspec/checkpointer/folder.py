@@ -24,7 +24,8 @@ def check_files(record: CommitRecord, folder: Store) -> None:
     """
     own: dict[str, list[int]] = {name: [] for name in record.components}
     foreign = []
-    for name, size in folder.list_files().items():
+    files = folder.list_files()
+    for name, size in files.items():
         component, _, below = name.partition("/")
         if not below.endswith(metadata.SHARD_SUFFIX):
             continue
@@ -40,6 +41,8 @@ def check_files(record: CommitRecord, folder: Store) -> None:
                 f"{folder.child(name).url}: {wanted.num_files} shard files of {wanted.num_bytes} bytes were written, "
                 f"{there[0]} of {there[1]} bytes are there, {other}"
             )
+        if f"{name}/{metadata.FILE_NAME}" not in files:
+            raise StorageWriteError(f"{folder.url}: {name}/{metadata.FILE_NAME} has gone again, {other}")
     if foreign:
         raise StorageWriteError(
             f"{folder.url}: {len(foreign)} shard files are there that this save has not written, such as "

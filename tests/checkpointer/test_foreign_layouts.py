@@ -216,9 +216,9 @@ def test_a_component_alone_can_be_moved_and_read_elsewhere(tmp_path: Path) -> No
     config = ResumeConfig(str(tmp_path / "b"))
     DistributedCheckpointer(str(tmp_path / "c"), resume=config).load(fresh.model)
     assert_bits_equal(fresh.state()["model"], job.state()["model"])
+    typo = DistributedCheckpointer(str(tmp_path / "c"), resume=ResumeConfig(str(tmp_path / "b" / "nothing")))
     with pytest.raises(CheckpointNotFoundError, match="neither a checkpoint"):
-        config = ResumeConfig(str(tmp_path / "b" / "model" / "nothing"))
-        DistributedCheckpointer(str(tmp_path / "c"), resume=config).load(fresh.model)
+        typo.load(fresh.model)
 
 
 def test_pre_2_4_keys_of_python_state_load(tmp_path: Path) -> None:

@@ -89,7 +89,10 @@ def test_truth_table(
         config = ResumeConfig(source, training, scheduler, left_out)
         decision = decide(Catalog(job_store.below("job")), config, KEYS)
         case = (training, scheduler, left_out, decision)
-        said = [*decision.notes, *(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)]
+        said = [
+            *decision.notes,
+            *(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING),
+        ]
         _check_pointer_warnings(said, pointer, auto)
         if auto is not None:
             assert decision.location == job_store.below(f"job/iter_{auto:09d}"), case
@@ -101,7 +104,9 @@ def test_truth_table(
             assert decision.location.rstrip("/") == sources[where].below(f"src/checkpoints/iter_{iteration:09d}"), case
             assert (decision.is_auto_resume, decision.iteration) == (False, iteration), case
         else:
-            assert decision == Decision(None, notes=(f"{job_store.below('job')} holds no checkpoint: fresh start",)), case
+            assert decision == Decision(None, notes=(f"{job_store.below('job')} holds no checkpoint: fresh start",)), (
+                case
+            )
         if decision.location is not None:
             assert decision.components == _expected_keys(auto is not None, training, scheduler, left_out), case
 

@@ -129,7 +129,11 @@ def stock_load(like: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def write_iteration(
-    store: Store, folder: str, *, marks: tuple[str, ...] = ("model", "optim", "scheduler", "trainer"), commit: bool = True
+    store: Store,
+    folder: str,
+    *,
+    marks: tuple[str, ...] = ("model", "optim", "scheduler", "trainer"),
+    commit: bool = True,
 ) -> None:
     """Put the files of an iteration into a store by hand: enough for all decisions, of no use for a load.
 
