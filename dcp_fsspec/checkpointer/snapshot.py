@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from dcp_fsspec.checkpointer import nesting
 from dcp_fsspec.checkpointer.plan_cache import PlanCache
 from dcp_fsspec.errors import IncompatibleStateError
+from dcp_fsspec.storage.torch_internals import ShardedTensor
 
 _FRAMES_KEPT = 4096
 

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dcp_fsspec.checkpointer.snapshot import FlatState, PickledValue, Snapshot, StagedShards
 from dcp_fsspec.errors import IncompatibleStateError, StorageWriteError
-from dcp_fsspec.storage.torch_internals import create_write_items, find_shard
+from dcp_fsspec.storage.torch_internals import ShardedTensor, create_write_items, find_shard
 
 _ALIGNMENT = 64
 _SPARE = 1.02

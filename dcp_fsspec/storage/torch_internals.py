@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING as OldMemoryFormat
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
@@ -22,6 +23,7 @@ __all__ = [
     "OldMemoryFormat",
     "OldTensorProperties",
     "ShardMetadata",
+    "ShardedTensor",
     "StorageInfo",
     "StreamTransformExtension",
     "called_by_dcp_load",
