@@ -188,7 +188,7 @@ def test_the_pointer_goes_back_with_the_first_save_after_the_user_went_back() ->
 
 def test_a_committed_iteration_is_not_replaced_unless_that_is_allowed() -> None:
     store = MemoryStore()
-    first, second = make_job(1), make_job(2)
+    first, second = make_job(1, 1), make_job(2, 1)
     _checkpointer(store).save(*first.parts, 20)
     with told() as errors:
         _checkpointer(store).save(*second.parts, 20)
