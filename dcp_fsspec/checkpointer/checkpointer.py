@@ -9,7 +9,6 @@
 import dataclasses
 import logging
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -19,17 +18,17 @@ from fsspec import AbstractFileSystem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_fsspec.checkpointer import layout
-from dcp_fsspec.checkpointer.background import ThreadUploader, is_agreed
+from dcp_fsspec.checkpointer.background import ThreadUploader
 from dcp_fsspec.checkpointer.callbacks import Callbacks
 from dcp_fsspec.checkpointer.catalog import Catalog
-from dcp_fsspec.checkpointer.group import Group, portable
+from dcp_fsspec.checkpointer.group import Group
 from dcp_fsspec.checkpointer.loading import Loader, LoadReport
 from dcp_fsspec.checkpointer.locating import decide, open_store
 from dcp_fsspec.checkpointer.mapping import EMA_TO_REGULAR, KeyMapping
 from dcp_fsspec.checkpointer.outcome import Outcome
 from dcp_fsspec.checkpointer.process import ProcessUploader
 from dcp_fsspec.checkpointer.pruning import Pruner
-from dcp_fsspec.checkpointer.records import CommitRecord, check_user_values
+from dcp_fsspec.checkpointer.records import check_user_values
 from dcp_fsspec.checkpointer.resume import Decision, ResumeConfig, components_to_load
 from dcp_fsspec.checkpointer.retention import RetentionPolicy
 from dcp_fsspec.checkpointer.saving import IterationWriter, WriteOptions
@@ -45,13 +44,12 @@ from dcp_fsspec.checkpointer.state import (
 )
 from dcp_fsspec.checkpointer.training_state import SchedulerState, TrainerState
 from dcp_fsspec.checkpointer.uploading import InlineUploader, Uploader
-from dcp_fsspec.errors import AsyncSaveError, ConfigurationError, DcpFsspecError
+from dcp_fsspec.checkpointer.verdict import Verdict
+from dcp_fsspec.errors import AsyncSaveError, ConfigurationError
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.writer import FsspecStorageWriter
 
 logger = logging.getLogger(__name__)
-
-_CLEAN_UP_SECONDS = 60.0
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 
@@ -115,6 +113,7 @@ class DistributedCheckpointer:
         self._reader_settings = dict(reader_settings or {})
         components_to_load(self._resume, self._known, auto_resume=False)
         self._group = Group(process_group)
+        self._verdict = Verdict(self.catalog, self._group)
         options = WriteOptions(overwrite=overwrite, writer=dict(writer_settings or {}))
         self._on_busy = on_busy
         self._async_mode = async_mode
@@ -358,7 +357,7 @@ class DistributedCheckpointer:
         """Wait for the upload, agree with all ranks on how it ended, tell the callbacks, and raise its failure."""
         if self._uploading is not None:
             outcome = self._take_outcome()
-            self._tell(outcome if self._async_mode == "disabled" else self._agreed(outcome))
+            self._tell(outcome if self._async_mode == "disabled" else self._verdict.agreed(outcome))
 
     def _take_outcome(self) -> Outcome:
         assert self._uploading is not None
@@ -367,46 +366,6 @@ class DistributedCheckpointer:
         # Only now: after Ctrl-C while it waited, its memory is still in use.
         self._uploading = None
         return outcome
-
-    def _agreed(self, outcome: Outcome) -> Outcome:
-        """Return the outcome that holds for all ranks: committed, or failed for the reasons of those that know one."""
-        errors = self._group.gather(portable(outcome.error) if outcome.error is not None else None)
-        failures = {rank: error for rank, error in enumerate(errors) if error is not None}
-        if not failures:
-            return outcome
-        record = self._group.decide(lambda: self._clean_up(outcome, failures))
-        if record is not None:
-            return Outcome(outcome.iteration, outcome.seconds, record)
-        return dataclasses.replace(outcome, record=None, error=_async_error(outcome.iteration, failures))
-
-    def _clean_up(self, outcome: Outcome, failures: Mapping[int, BaseException]) -> CommitRecord | None:
-        """After a failure, return the record if the iteration was committed all the same, else remove what is left.
-
-        Not for long, and whatever the store says: it may be the store that fails.
-        """
-        if all(is_agreed(error) and not isinstance(error, AsyncSaveError) for error in failures.values()):
-            return None  # The writers lived to the end, and have removed what they wrote.
-        found: list[CommitRecord] = []
-        catalog = self.catalog.copy()
-
-        def look() -> None:
-            try:
-                record = catalog.record(outcome.iteration)
-                if record is not None:
-                    catalog.advance(outcome.iteration)
-                    found.append(record)
-                elif self._group.is_coordinator and not outcome.may_be_committed:
-                    catalog.discard(outcome.iteration)
-            except DcpFsspecError as error:
-                logger.warning("leftovers of iteration %d may stay: %s", outcome.iteration, error)
-
-        looking = threading.Thread(target=look, name="dcp_fsspec_clean_up", daemon=True)
-        looking.start()
-        looking.join(_CLEAN_UP_SECONDS)
-        if found:
-            logger.warning("iteration %d was committed although an upload was lost afterwards", outcome.iteration)
-            return found[0]
-        return None
 
     def _tell(self, outcome: Outcome) -> None:
         self.last_outcome = outcome
@@ -440,21 +399,11 @@ class DistributedCheckpointer:
             return  # A forked copy, such as a data loader's worker, has nothing of its own to end.
         try:
             if self._uploading is not None:
-                self._tell(self._own(self._take_outcome()))
+                self._tell(self._verdict.own(self._take_outcome()))
         finally:
             self._uploader.close()
             if self._pruner is not None:
                 self._pruner.wait(self._upload_timeout_seconds)
-
-    def _own(self, outcome: Outcome) -> Outcome:
-        """Return the outcome as far as this rank alone can find it out."""
-        if outcome.error is None:
-            return outcome
-        failures = {self._group.rank: outcome.error}
-        record = self._clean_up(outcome, failures)
-        if record is not None:
-            return Outcome(outcome.iteration, outcome.seconds, record)
-        return dataclasses.replace(outcome, error=_async_error(outcome.iteration, failures))
 
     def _check_process(self) -> None:
         if self._async_mode != "disabled" and os.getpid() != self._pid:
@@ -462,19 +411,6 @@ class DistributedCheckpointer:
                 "this checkpointer was made in another process, of which this one is a fork; its uploads run there. "
                 "Make one in the process that saves."
             )
-
-
-def _async_error(iteration: int, failures: Mapping[int, BaseException]) -> AsyncSaveError:
-    # All ranks often have the same to say.
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank, error in sorted(failures.items()):
-        ranks_by_text.setdefault(str(error), []).append(rank)
-    texts = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_by_text.items())
-    failure = AsyncSaveError(
-        f"iteration {iteration} was not saved, the pointer and older iterations are as they were. {texts}"
-    )
-    failure.__cause__ = failures[min(failures)]
-    return failure
 
 
 def _iteration(decision: Decision, trainer: TrainerState, report: LoadReport) -> int:
