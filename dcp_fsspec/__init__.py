@@ -23,6 +23,8 @@ from dcp_fsspec.errors import (
     UncommittedCheckpointError,
     UnsafeCheckpointError,
 )
+from dcp_fsspec.storage.inspecting import CheckpointView, open_checkpoint, read_tensor
+from dcp_fsspec.storage.progress import Progress
 from dcp_fsspec.storage.reader import FsspecStorageReader
 from dcp_fsspec.storage.verifying import VerifyReport, verify
 from dcp_fsspec.storage.writer import FsspecStorageWriter
@@ -35,6 +37,7 @@ __all__ = [
     "CheckpointCallback",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "CheckpointView",
     "ConfigurationError",
     "CorruptCheckpointError",
     "CosmosCredentials",
@@ -49,6 +52,7 @@ __all__ = [
     "LoadReport",
     "PerRank",
     "PreemptionGuard",
+    "Progress",
     "RandomState",
     "ResumeConfig",
     "StorageReadError",
@@ -57,5 +61,7 @@ __all__ = [
     "UnsafeCheckpointError",
     "VerifyReport",
     "__version__",
+    "open_checkpoint",
+    "read_tensor",
     "verify",
 ]

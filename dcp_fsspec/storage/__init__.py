@@ -7,8 +7,9 @@ Data flows one way::
 
 ``writer`` and ``reader`` are DCP's protocol, ``saving`` and ``reading`` the work behind it. ``metadata`` and
 ``checksums`` are the two small files beside the shard files; ``safe_pickle`` and ``pickle_scan`` open the first of
-them without running anything, ``byte_items`` does the same for Python values. ``filesystem`` is the one way to
-storage: ``opening`` and ``location`` read urls, ``capabilities`` says what a store can be trusted with, ``local`` and
-``moving`` do what fsspec cannot, ``retry`` and ``translation`` deal with its errors. Knows nothing of iterations or of
-training.
+them without running anything, ``byte_items`` does the same for Python values. ``inspecting`` looks around in a
+checkpoint and reads single tensors, ``verifying`` checks all of it. ``filesystem`` is the one way to storage:
+``opening`` and ``location`` read urls, ``capabilities`` says what a store can be trusted with, ``local``, ``moving``
+and ``streaming`` do what fsspec cannot, ``retry`` and ``translation`` deal with its errors. Knows nothing of
+iterations or of training.
 """

@@ -40,6 +40,8 @@ class Capabilities:
         read_copies: How many copies of its data a read holds besides the memory that it fills.
         read_options: Passed to each ``cat_file`` of a whole object.
         removes_many: ``rm`` of a list removes up to a thousand objects in one request.
+        copies: ``cp_file`` copies within the store, so that nothing passes through this machine.
+        multipart: It speaks S3's multipart uploads, through ``call_s3``.
         takes_crc32c: ``pipe_file`` takes the content's CRC32C, which the store then compares with what arrived.
     """
 
@@ -58,6 +60,8 @@ class Capabilities:
     read_copies: int = 1
     read_options: Mapping[str, Any] = field(default_factory=dict)
     removes_many: bool = False
+    copies: bool = False
+    multipart: bool = False
     takes_crc32c: bool = False
 
     def threads_for(self, max_concurrency: int | None) -> int:
@@ -69,12 +73,21 @@ _OBJECT_STORE = Capabilities(atomic_put=True, create_only=True, folders=False)
 
 _BY_PACKAGE: Mapping[str, Capabilities] = {
     # s3fs asks for the size first unless told that one request will do.
-    "s3fs": replace(_OBJECT_STORE, read_options={"max_concurrency": 1}, removes_many=True, takes_crc32c=True),
-    "gcsfs": _OBJECT_STORE,
+    "s3fs": replace(
+        _OBJECT_STORE,
+        read_options={"max_concurrency": 1},
+        removes_many=True,
+        copies=True,
+        multipart=True,
+        takes_crc32c=True,
+    ),
+    "gcsfs": replace(_OBJECT_STORE, copies=True),
     "adlfs": _OBJECT_STORE,
     # obstore's fsspec layer takes mode="create" and overwrites. By its common methods, more than 5 MiB go up in several
     # requests, and what comes down is copied from Rust's memory into Python's.
-    "obstore": replace(_OBJECT_STORE, create_only=False, shard_bytes=9 << 19, write_copies=1, read_copies=2),
+    "obstore": replace(
+        _OBJECT_STORE, create_only=False, copies=True, shard_bytes=9 << 19, write_copies=1, read_copies=2
+    ),
     "ossfs": replace(_OBJECT_STORE, create_only=False),
     "ocifs": replace(_OBJECT_STORE, create_only=False),
     "tosfs": replace(_OBJECT_STORE, create_only=False),

@@ -36,9 +36,14 @@ _CHEAPER_AGAIN_BYTES = 64 << 10
 Buffer = bytes | bytearray | memoryview
 
 
-def crc_of(buffers: Iterable[Buffer]) -> int:
-    """Return the CRC32C of `buffers` one after the other. The interpreter lock is free meanwhile."""
-    return functools.reduce(lambda crc, buffer: crc32c(buffer, crc), buffers, 0)
+def crc_of(buffers: Iterable[Buffer], before: int = 0) -> int:
+    """Return the CRC32C of `buffers` one after the other. The interpreter lock is free meanwhile.
+
+    Args:
+        buffers: The bytes.
+        before: CRC32C of what comes before them.
+    """
+    return functools.reduce(lambda crc, buffer: crc32c(buffer, crc), buffers, before)
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:

@@ -27,6 +27,16 @@ from dcp_fsspec.storage.connection import Connection
 from dcp_fsspec.storage.moving import move_over
 from dcp_fsspec.storage.retry import passes
 from dcp_fsspec.storage.scratch import MAX_SCRATCH_BYTES, Scratch
+from dcp_fsspec.storage.streaming import (
+    Source,
+    abort_upload,
+    modified_at,
+    open_uploads,
+    part_bytes_for,
+    regrouped,
+    upload_in_parts,
+    write_stream,
+)
 from dcp_fsspec.storage.transfer import Job, Transfer
 from dcp_fsspec.storage.translation import NO_SUCH_FILE
 
@@ -137,17 +147,24 @@ class Store(Connection):
 
     def list_files(self) -> dict[str, int]:
         """Return the names (relative to the folder) and sizes in bytes of all files below the folder."""
+        return {name: int(info["size"]) for name, info in self._find().items()}
+
+    def list_times(self) -> dict[str, tuple[int, float | None]]:
+        """Return size and time of the last change, seconds since 1970, of all files below; None: it is not known."""
+        return {name: (int(info["size"]), modified_at(info)) for name, info in self._find().items()}
+
+    def _find(self) -> dict[str, dict[str, Any]]:
         fs = self.fs
         fs.invalidate_cache()
         prefix = self.root.rstrip("/") + "/" if self.root else ""
 
-        def find() -> dict[str, int]:
+        def find() -> dict[str, dict[str, Any]]:
             try:
                 found = fs.find(self.root, detail=True)
             except NO_SUCH_FILE:
                 return {}
             return {
-                path.removeprefix(prefix): int(info["size"])
+                path.removeprefix(prefix): info
                 for path, info in found.items()
                 if info["type"] == "file" and path.startswith(prefix) and path != prefix
             }
@@ -182,6 +199,22 @@ class Store(Connection):
         """
         return self._reading(name, lambda: self._exists(name))
 
+    def size(self, name: str) -> int | None:
+        """Return the size of the file `name` in bytes, None if there is no such file.
+
+        Raises:
+            StorageReadError: that could not be found out.
+        """
+
+        def info() -> int | None:
+            self.fs.invalidate_cache(self.root)
+            try:
+                return int(self.fs.info(self.path(name))["size"])
+            except NO_SUCH_FILE:
+                return None
+
+        return self._reading(name, info)
+
     # Writing -----------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -207,6 +240,68 @@ class Store(Connection):
             if not self.capabilities.atomic_put:
                 self.discard(name)
             raise
+
+    def publish_stream(self, name: str, chunks: Iterable[Buffer], num_bytes: int) -> None:
+        """Make one file of `chunks`, `num_bytes` in all, holding only a few of them in memory at a time.
+
+        What raises while it makes `chunks` ends the write, and is raised as it is.
+
+        Raises:
+            StorageWriteError: nothing was published; see `publish`.
+            CheckpointNotFoundError: the bucket does not exist.
+        """
+        source = Source(chunks, num_bytes)
+        try:
+            self._stream(name, source)
+        except BaseException:
+            if source.failure is not None:
+                raise source.failure from None
+            raise
+
+    def _stream(self, name: str, source: Source) -> None:
+        path, part_bytes = self.path(name), part_bytes_for(source.num_bytes)
+        with self._errors.translated("write", self._where(name)):
+            if self.capabilities.local:
+                local.publish_stream(path, ([chunk] for chunk in source))
+            elif source.num_bytes <= part_bytes:
+                data = b"".join(regrouped(source, part_bytes))
+                self.publish(name, [data], crc_of([data]))
+            elif self.capabilities.multipart:
+                tried = functools.partial(self._tried, name)
+                checksums = self._checksums_wanted()
+                upload_in_parts(self.fs, path, source, part_bytes, checksums=checksums, tried=tried)
+            else:
+                try:
+                    write_stream(self.fs, path, source)
+                except BaseException:
+                    self.discard(name)
+                    raise
+
+    def copies_from(self, other: "Store") -> bool:
+        """Tell whether the store can copy files of `other` to this folder by itself."""
+        return self.capabilities.copies and (self.fs is other.fs or self.fs == other.fs)
+
+    def copy_file(self, other: "Store", name: str) -> None:
+        """Copy the file `name` of `other` to the same name here, within the store; see `copies_from`.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file, or no bucket to copy it to.
+            StorageWriteError: nothing was published.
+        """
+        self._writing(name, lambda: self.fs.cp_file(other.path(name), self.path(name)))
+
+    def open_uploads(self) -> list[tuple[str, str, float | None]]:
+        """Return path, id and time (seconds since 1970) of multipart uploads below that were never completed.
+
+        None where the store has no such thing.
+        """
+        if not self.capabilities.multipart:
+            return []
+        return self._reading("", lambda: open_uploads(self.fs, self.root))
+
+    def abort_upload(self, path: str, upload_id: str) -> None:
+        """Remove an open upload; see `open_uploads`."""
+        self._writing("", lambda: abort_upload(self.fs, path, upload_id))
 
     def swap(self, name: str, data: bytes, *, create_only: bool = False) -> None:
         """Publish the small file `name`, over an older one. Readers see the old or the new one, never a mix.

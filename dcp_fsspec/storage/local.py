@@ -3,7 +3,7 @@
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 Buffer = bytes | bytearray | memoryview
 
@@ -30,11 +30,17 @@ def publish(path: str, buffers: Sequence[Buffer], *, create_only: bool = False) 
         FileExistsError: `create_only`, and `path` exists.
         OSError: the temporary file is gone again, `path` is as it was.
     """
+    publish_stream(path, [buffers], create_only=create_only)
+
+
+def publish_stream(path: str, groups: Iterable[Sequence[Buffer]], *, create_only: bool = False) -> None:
+    """Do what `publish` does with buffers that come in groups, each written before the next one is asked for."""
     temporary = f"{path}.tmp-{secrets.token_hex(4)}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
-            _write_all(descriptor, buffers)
+            for buffers in groups:
+                _write_all(descriptor, buffers)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -110,10 +110,15 @@ def _escaped(text: str) -> str:
     return repr(text)[1:-1]
 
 
+def is_secret_name(name: str) -> bool:
+    """Tell whether the name of an option says that its value is secret."""
+    return bool(_SECRET_NAME.search(name))
+
+
 def _secret_values(value: object, secret: bool) -> Iterator[str]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _secret_values(inner, secret or bool(_SECRET_NAME.search(str(name))))
+            yield from _secret_values(inner, secret or is_secret_name(str(name)))
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _secret_values(inner, secret)

@@ -15,6 +15,7 @@ from dcp_fsspec.storage import checksums, framing, metadata
 from dcp_fsspec.storage.byte_items import ByteItems
 from dcp_fsspec.storage.filesystem import Buffer, Store
 from dcp_fsspec.storage.opened import read_checksums, read_metadata
+from dcp_fsspec.storage.progress import Meter, ProgressCallback
 from dcp_fsspec.storage.ranges import Fetch, Wanted, merge
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
 from dcp_fsspec.storage.torch_internals import StorageInfo
@@ -71,6 +72,7 @@ def verify(
     max_concurrency: int | None = None,
     memory_budget_bytes: int = DEFAULT_BUDGET_BYTES,
     retry_seconds: float = DEFAULT_PATIENCE_SECONDS,
+    progress: ProgressCallback | None = None,
 ) -> VerifyReport:
     """Read a whole checkpoint and compare it with its checksums. Nothing of it is run.
 
@@ -81,6 +83,7 @@ def verify(
         max_concurrency: Ranges read at a time.
         memory_budget_bytes: Memory for everything that is being read.
         retry_seconds: See `FsspecStorageReader`.
+        progress: Told how far it has come.
 
     Returns:
         Every bad shard file and every bad item, by name.
@@ -91,14 +94,24 @@ def verify(
         StorageReadError: the store did not deliver, so nothing can be said.
     """
     check_limits(max_concurrency, memory_budget_bytes)
-    begin = time.monotonic()
     store = Store(url, storage_options, filesystem, retry_seconds)
+    return verify_store(store, max_concurrency, memory_budget_bytes, progress)
+
+
+def verify_store(
+    store: Store,
+    max_concurrency: int | None = None,
+    memory_budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    progress: ProgressCallback | None = None,
+) -> VerifyReport:
+    """Do what `verify` does with the checkpoint in the folder that `store` is."""
+    begin = time.monotonic()
     threads = store.capabilities.threads_for(max_concurrency)
     dcp_metadata, crc = read_metadata(store)
     section = read_checksums(store, dcp_metadata, crc)
     report = VerifyReport(checksums="checked" if section is not None else "absent")
     with store.stoppable() as stop:
-        _Verification(store, dcp_metadata, section, report).run(Transfer(threads, memory_budget_bytes, stop))
+        _Verification(store, dcp_metadata, section, report, progress).run(Transfer(threads, memory_budget_bytes, stop))
     report.problems.sort(key=lambda problem: (problem.file, problem.item or ""))
     report.seconds = time.monotonic() - begin
     return report
@@ -106,8 +119,14 @@ def verify(
 
 class _Verification:
     def __init__(
-        self, store: Store, dcp_metadata: Metadata, section: checksums.Section | None, report: VerifyReport
+        self,
+        store: Store,
+        dcp_metadata: Metadata,
+        section: checksums.Section | None,
+        report: VerifyReport,
+        progress: ProgressCallback | None,
     ) -> None:
+        self._progress = progress
         self._store, self._metadata, self._section, self._report = store, dcp_metadata, section, report
         self._byte_items = ByteItems(store.url, trust_pickle=False)
         self._sizes: dict[str, int] = {}
@@ -125,6 +144,7 @@ class _Verification:
         wanted = [self._wanted(index, info) for index, info in sound.items() if self._item_fits(index, info)]
         fetches = merge(wanted)
         self._report.num_bytes = sum(fetch.num_bytes for fetch in fetches)
+        self._meter = Meter(f"verify {self._store.url}", self._report.num_bytes, self._progress)
         transfer.run(Job(fetch.num_bytes, functools.partial(self._read, fetch)) for fetch in fetches)
 
     def _file_fits(self, name: str) -> bool:
@@ -176,6 +196,7 @@ class _Verification:
                 self._check(one.consumer, one.start, data[one.start - fetch.start : one.stop - fetch.start])
             except DcpFsspecError as error:
                 self._note(fetch.file, one.consumer.fqn, str(error))
+        self._meter.add(fetch.num_bytes)
 
     def _check(self, index: MetadataIndex, offset: int, data: Buffer) -> None:
         info = self._metadata.storage_data[index]

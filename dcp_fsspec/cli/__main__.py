@@ -1,0 +1,5 @@
+"""``python -m dcp_fsspec.cli``."""
+
+from dcp_fsspec.cli import main
+
+main()
