@@ -17,6 +17,8 @@ from rich.table import Table
 
 from dcp_fsspec.storage.progress import Progress, ProgressCallback
 
+_NO_WIDTH = 10_000
+
 
 def plain(value: Any) -> Any:
     """Return `value` in the form that JSON takes."""
@@ -38,7 +40,9 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 def show(*what: RenderableType) -> None:
     """Print tables, trees and lines."""
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+    # What is no terminal has no width, and scripts want one line for each thing.
+    width = None if sys.stdout.isatty() else _NO_WIDTH
+    console = Console(file=sys.stdout, highlight=False, width=width)
     for one in what:
         console.print(one, markup=False)
 

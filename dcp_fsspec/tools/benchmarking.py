@@ -114,10 +114,9 @@ def _state(num_bytes: int) -> dict[str, torch.Tensor]:
     """Return eight tensors of random bits."""
     generator = torch.Generator().manual_seed(0)
     shape = (max(1, num_bytes // 8 // 4096), 1024)
+    low, high = -(2**31), 2**31 - 1
     return {
-        f"layers.{number}.weight": torch.randint(
-            -(2**31), 2**31 - 1, (rows, 1024), dtype=torch.int32, generator=generator
-        )
+        f"layers.{number}.weight": torch.randint(low, high, shape, dtype=torch.int32, generator=generator)
         for number in range(8)
     }
 
@@ -178,9 +177,10 @@ def _advice(report: BenchReport, *, object_store: bool) -> list[str]:
         best = max(report.rounds, key=lambda one: float(getattr(one, attribute)))
         if best is not usual and getattr(best, attribute) > _MORE_BY * getattr(usual, attribute):
             whose = "FsspecStorageWriter" if verb == "save" else "FsspecStorageReader"
+            reached, default = (f"{getattr(one, attribute):.0f}" for one in (best, usual))
             advice.append(
-                f"{verb}: max_concurrency={best.max_concurrency} on {whose} made {getattr(best, attribute):.0f} MB/s, the "
-                f"default of {usual.max_concurrency} {getattr(usual, attribute):.0f}."
+                f"{verb}: max_concurrency={best.max_concurrency} on {whose} made {reached} MB/s, the default of "
+                f"{usual.max_concurrency} {default}."
             )
     cores = max(
         usual.save_cpu_seconds_per_gb * usual.save_mb_per_second,

@@ -1,4 +1,4 @@
-"""errors <- storage <- checkpointer <- cli, and nothing points back."""
+"""errors <- storage <- checkpointer <- tools <- cli, and nothing points back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import dcp_fsspec
 
 ROOT = Path(dcp_fsspec.__file__).parent
-LAYERS = ["errors", "version", "storage", "checkpointer", "cli"]
+LAYERS = ["errors", "version", "storage", "checkpointer", "tools", "cli"]
 
 
 def _imports(path: Path) -> set[str]:
