@@ -143,7 +143,7 @@ class CheckpointView:
         for chunk in record.chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
             item = items.get(offsets) or items.get(None)
-            if item is None and math.prod(sizes):
+            if item is None and 0 not in sizes:
                 raise CorruptCheckpointError(f"{self.url}: .metadata lists {fqn} and does not say where it lies")
             if item is not None:
                 chunks.append(StoredItem(offsets, sizes, item.file, item.start, item.num_bytes))
@@ -165,7 +165,7 @@ class CheckpointView:
     @cached_property
     def checksums(self) -> Section | None:
         """Its checksums by shard file, read when first asked for; None if it has none."""
-        return read_checksums(self.store, self.metadata)
+        return read_checksums(self.store, self.metadata, None)
 
     @property
     def num_bytes(self) -> int:

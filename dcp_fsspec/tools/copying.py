@@ -202,7 +202,8 @@ class _Copy:
             if mark == layout.COMMIT_NAME:
                 continue
             decoded = metadata.decode(data, self._source.url_of(mark))
-            section = read_checksums(self._source.child(folder) if folder else self._source, decoded) or {}
+            section = read_checksums(self._source.child(folder) if folder else self._source, decoded, crc_of([data]))
+            section = section or {}
             known |= {prefix + name: record.crc for name, record in section.items()}
             wanted |= {prefix + name for name in metadata.shard_files(decoded)}
         missing = sorted(wanted - set(self._sizes))

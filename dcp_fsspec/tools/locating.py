@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dcp_fsspec.checkpointer import layout
-from dcp_fsspec.checkpointer.catalog import Catalog, read_record
+from dcp_fsspec.checkpointer.catalog import Catalog
+from dcp_fsspec.checkpointer.folder import read_record
 from dcp_fsspec.checkpointer.records import CommitRecord
 from dcp_fsspec.errors import CheckpointNotFoundError, ConfigurationError, UncommittedCheckpointError
 from dcp_fsspec.storage import metadata
