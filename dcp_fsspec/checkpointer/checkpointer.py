@@ -9,7 +9,7 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -302,7 +302,7 @@ class DistributedCheckpointer:
             logger.warning("iteration %d is not saved: the last upload is still under way", iteration)
             return False
         self._settle()
-        self._callbacks.call("on_save_checkpoint_start", model, iteration)
+        end = {"model": None, "iteration": iteration}
         try:
             snapshot = self._group.agree(
                 lambda: self._snapshot(model, optimizer, scheduler, grad_scaler, iteration), "collecting the state"
@@ -315,11 +315,14 @@ class DistributedCheckpointer:
             self._uploader.submit(wait_for_staging=wait_for_staging)
             if self._async_mode == "disabled":
                 self._settle()
-        finally:
-            self._callbacks.call("on_save_checkpoint_end", model=None, iteration=iteration)
+        except BaseException:
+            self._callbacks.call("on_save_checkpoint_end", **end)
+            raise
+        self._call_on_all("on_save_checkpoint_end", **end)
         return True
 
     def _snapshot(self, model: Any, optimizer: Any, scheduler: Any, grad_scaler: Any, iteration: int) -> Snapshot:
+        self._callbacks.call("on_save_checkpoint_start", model, iteration)
         components = self._components(model, optimizer, scheduler, TrainerState(grad_scaler, iteration))
         folder = self.catalog.folder(iteration)
         states = {name: (one.state(), folder.child(name).url) for name, one in components.items()}
@@ -357,7 +360,9 @@ class DistributedCheckpointer:
         """Wait for the upload, agree with all ranks on how it ended, tell the callbacks, and raise its failure."""
         if self._uploading is not None:
             outcome = self._take_outcome()
-            self._tell(outcome if self._async_mode == "disabled" else self._verdict.agreed(outcome))
+            if self._async_mode != "disabled":
+                outcome = self._verdict.agreed(outcome)
+            self._tell(outcome, self._call_on_all)
 
     def _take_outcome(self) -> Outcome:
         assert self._uploading is not None
@@ -367,16 +372,16 @@ class DistributedCheckpointer:
         self._uploading = None
         return outcome
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _tell(self, outcome: Outcome, call: Callable[..., None]) -> None:
         self.last_outcome = outcome
         if outcome.error is not None:
-            self._callbacks.call("on_save_checkpoint_failure", iteration=outcome.iteration, error=outcome.error)
+            call("on_save_checkpoint_failure", iteration=outcome.iteration, error=outcome.error)
             raise outcome.error
         if self._group.is_coordinator:
             logger.info("%s: %s", self.catalog.url, outcome)
         if self._pruner is not None and self._group.is_coordinator:
             self._pruner.start(protected=[outcome.iteration])
-        self._callbacks.call("on_save_checkpoint_success", iteration=outcome.iteration, elapsed_time=outcome.seconds)
+        call("on_save_checkpoint_success", iteration=outcome.iteration, elapsed_time=outcome.seconds)
 
     def wait(self) -> None:
         """Wait until nothing is being uploaded or pruned.
@@ -399,7 +404,7 @@ class DistributedCheckpointer:
             return  # A forked copy, such as a data loader's worker, has nothing of its own to end.
         try:
             if self._uploading is not None:
-                self._tell(self._verdict.own(self._take_outcome()))
+                self._tell(self._verdict.own(self._take_outcome()), self._callbacks.call)
         finally:
             self._uploader.close()
             if self._pruner is not None:
