@@ -10,7 +10,6 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import IO, Any
 
 import torch
@@ -22,7 +21,6 @@ from dcp_fsspec.errors import CheckpointNotFoundError, ConfigurationError, Corru
 from dcp_fsspec.storage import metadata
 from dcp_fsspec.storage.checksums import Section
 from dcp_fsspec.storage.filesystem import Store
-from dcp_fsspec.storage.opened import read_checksums
 from dcp_fsspec.storage.reader import FsspecStorageReader
 from dcp_fsspec.storage.report import ReadReport
 from dcp_fsspec.storage.splitting import cut
@@ -162,10 +160,10 @@ class CheckpointView:
         """The id of the save that wrote it, if it has one."""
         return metadata.save_id_of(self.metadata)
 
-    @cached_property
+    @property
     def checksums(self) -> Section | None:
-        """Its checksums by shard file, read when first asked for; None if it has none."""
-        return read_checksums(self.store, self.metadata, None)
+        """Its checksums by shard file; None if it has none, or if it was opened with ``verify="off"``."""
+        return self._reader.stored_checksums
 
     @property
     def num_bytes(self) -> int:

@@ -125,6 +125,11 @@ class FsspecStorageReader(StorageReader):
         self._begin()
 
     @property
+    def stored_checksums(self) -> checksums.Section | None:
+        """Checksums of the checkpoint that was opened; None if it has none, or if none are compared."""
+        return self._checksums
+
+    @property
     def checkpoint_id(self) -> str:
         """The checkpoint's url, without secrets."""
         return checkpoint_id_text(self._store.url)

@@ -202,8 +202,8 @@ class _Copy:
             if mark == layout.COMMIT_NAME:
                 continue
             decoded = metadata.decode(data, self._source.url_of(mark))
-            section = read_checksums(self._source.child(folder) if folder else self._source, decoded, crc_of([data]))
-            section = section or {}
+            store = self._source.child(folder) if folder else self._source
+            section = read_checksums(store, decoded, crc_of([data])) or {}
             known |= {prefix + name: record.crc for name, record in section.items()}
             wanted |= {prefix + name for name in metadata.shard_files(decoded)}
         missing = sorted(wanted - set(self._sizes))
@@ -252,7 +252,7 @@ class _Copy:
         part_bytes = part_bytes_for(file.num_bytes)
         if file.num_bytes <= part_bytes:
             copies = self._source.capabilities.read_copies + self._target.capabilities.write_copies
-            return file.num_bytes * max(1, copies)
+            return file.num_bytes * (3 + copies)
         return _RANGES_AHEAD * _RANGE_BYTES + (0 if self._target.capabilities.local else 5 * part_bytes)
 
     def _bring(self, file: _File, there: Mapping[str, int]) -> None:

@@ -18,7 +18,7 @@ from support.stores import FolderStore, S3Store, Store
 
 on_stores = pytest.mark.parametrize("store", ["file", "moto", "seaweed"], indirect=True)
 
-_DIES_HALFWAY = """-c
+_DIES_HALFWAY = """
 import json, os, signal, sys
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.tools.copying import CopyOptions, copy_checkpoint
@@ -74,7 +74,7 @@ def test_a_killed_copy_is_no_checkpoint_and_goes_on_when_it_is_run_again(
     local = FolderStore(tmp_path / "local", str(tmp_path / "local"))
     source = f"{place(local, 'ours')}/iter_000000002"
     target = store.below("iter_000000002")
-    died = run_process(source, target, json.dumps(store.storage_options), python=_DIES_HALFWAY)
+    died = run_process(source, target, json.dumps(store.storage_options), python=("-c", _DIES_HALFWAY))
     assert died.code == -signal.SIGKILL, died.err
     left = set(folder_files(store, "iter_000000002"))
     finished = {name for name in left if ".tmp-" not in name}

@@ -98,8 +98,8 @@ def test_an_interrupt_ends_a_command_at_once() -> None:
 
 
 def test_without_its_libraries_the_command_line_says_what_to_install() -> None:
-    code = "-c\nimport sys; sys.modules['rich'] = None\nfrom dcp_fsspec.cli import main; main()"
-    answer = run_process("ls", "x", python=code)
+    code = "import sys; sys.modules['rich'] = None\nfrom dcp_fsspec.cli import main; main()"
+    answer = run_process("ls", "x", python=("-c", code))
     assert answer.code == 2
     assert "dcp-fsspec[cli]" in answer.line
 

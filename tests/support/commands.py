@@ -137,10 +137,10 @@ def run(store: Store | None, command: str, *arguments: str, code: int | None = 0
     return answer
 
 
-def start(*arguments: str, python: str = "-m dcp_fsspec.cli") -> subprocess.Popen[str]:
+def start(*arguments: str, python: tuple[str, ...] = ("-m", "dcp_fsspec.cli")) -> subprocess.Popen[str]:
     """Start a command in a process of its own."""
     root = str(Path(dcp_fsspec.__file__).parent.parent)
-    command = [sys.executable, *python.split(" ", 1), *arguments]
+    command = [sys.executable, *python, *arguments]
     return subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": root},
@@ -150,7 +150,7 @@ def start(*arguments: str, python: str = "-m dcp_fsspec.cli") -> subprocess.Pope
     )
 
 
-def run_process(*arguments: str, python: str = "-m dcp_fsspec.cli") -> Answer:
+def run_process(*arguments: str, python: tuple[str, ...] = ("-m", "dcp_fsspec.cli")) -> Answer:
     """Run a command in a process of its own."""
     process = start(*arguments, python=python)
     out, err = process.communicate(timeout=120)
