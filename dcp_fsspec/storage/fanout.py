@@ -8,7 +8,6 @@ that dies makes the collective fail on the others at once.
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from dcp_fsspec.storage.torch_internals import StorageInfo
 
 _UNIT_BYTES = 8 << 20
 """What one rank reads on behalf of others at least lies together, so that its ranges can be merged."""
-_MAX_GROUPS = 64
+_MAX_SETS = 4096
 _MIN_SHARED_BYTES = 1 << 20
 """Less than this is not worth a collective."""
 
@@ -68,7 +67,7 @@ def share_out(plans: Sequence[LoadPlan], storage_data: Mapping[object, StorageIn
                 wanted.setdefault(_key(item), {}).setdefault(rank, place)
     shared = {key: by_rank for key, by_rank in wanted.items() if len(by_rank) > 1}
     units = list(_units(shared, plans, storage_data))
-    if sum(unit.num_bytes for unit in units) < _MIN_SHARED_BYTES or len({unit.ranks for unit in units}) > _MAX_GROUPS:
+    if sum(unit.num_bytes for unit in units) < _MIN_SHARED_BYTES or len({unit.ranks for unit in units}) > _MAX_SETS:
         return [Assignment() for _ in plans]
     sources = _balance(units, len(plans))
     shares = sorted(_joined(units, sources).items())
@@ -213,46 +212,53 @@ class HandRound:
 
     def run(self) -> int:
         """Send and receive all shares. Returns how many bytes this rank has received."""
-        groups = self._make_groups()
         num_bytes = 0
         for number, share in enumerate(self._assignment.shares):
             if self._same[number] and self._rank in share.ranks:
-                num_bytes += self._one(share, self._targets[number], groups[share.ranks])
+                num_bytes += self._one(share, self._targets[number])
         return num_bytes
 
-    def _make_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
-        """Return a group for each set of ranks that this one is in; its members make it in the same order."""
-        everyone = tuple(range(self._size))
-        members = dist.get_process_group_ranks(self._group) if self._group is not None else list(everyone)
-        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: self._group}
-        for share in self._assignment.shares:
-            if share.ranks not in groups and self._rank in share.ranks:
-                groups[share.ranks] = _subgroup(tuple(members[rank] for rank in share.ranks), self._group)
-        return groups
-
-    def _one(self, share: Share, targets: list[torch.Tensor], group: dist.ProcessGroup | None) -> int:
+    def _one(self, share: Share, targets: list[torch.Tensor]) -> int:
         num_bytes = 0
         for bucket in _buckets(targets, self._bucket_bytes):
-            num_bytes += self._send_or_receive(share, bucket, group)
+            num_bytes += self._send_or_receive(share, bucket)
         if self._rank == share.source:
             return 0
         for place, target in zip(share.items, targets, strict=True):
             self._planner.commit_tensor(self._items[place], target)
         return num_bytes
 
-    def _send_or_receive(self, share: Share, bucket: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> int:
-        device = _device_of(group)
+    def _send_or_receive(self, share: Share, bucket: Sequence[torch.Tensor]) -> int:
+        device = _device_of(self._group)
         flat = torch.empty(sum(one.numel() for one in bucket), dtype=bucket[0].dtype, device=device)
         parts = torch.split(flat, [one.numel() for one in bucket])
         is_source = self._rank == share.source
         if is_source:
             for part, one in zip(parts, bucket, strict=True):
                 part.view(one.shape).copy_(one)
-        dist.broadcast(flat.view(torch.uint8), group=group, group_src=share.ranks.index(share.source))
+        self._broadcast(flat.view(torch.uint8), share)
         if not is_source:
             for part, one in zip(parts, bucket, strict=True):
                 one.copy_(part.view(one.shape))
         return flat.numel() * flat.itemsize
+
+    def _broadcast(self, data: torch.Tensor, share: Share) -> None:
+        """Bring `data` from the source of `share` to its other ranks.
+
+        To some of the ranks it goes from one to the next along a binomial tree: a process group for each set of ranks
+        would have to be made, and all ranks handle the shares in the same order, so none waits for another in a circle.
+        """
+        if len(share.ranks) == self._size:
+            dist.broadcast(data, group=self._group, group_src=share.source)
+            return
+        members = [share.source, *(rank for rank in share.ranks if rank != share.source)]
+        place, reached = members.index(self._rank), 1
+        while reached < len(members):
+            if place < reached and place + reached < len(members):
+                dist.send(data, group=self._group, group_dst=members[place + reached])
+            elif reached <= place < 2 * reached:
+                dist.recv(data, group=self._group, group_src=members[place - reached])
+            reached *= 2
 
 
 class RankFailedError(Exception):
@@ -288,15 +294,3 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     if "gloo" in str(dist.get_backend_config(group)):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-_subgroups: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}
-
-
-def _subgroup(members: tuple[int, ...], group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return a group of `members` (global ranks). Making one takes a while, so they are kept."""
-    world, made = _subgroups.get(members, (None, None))
-    if made is None or world is not dist.group.WORLD:  # The ranks may have been initialised anew since.
-        made = dist.new_group(list(members), backend=dist.get_backend(group), use_local_synchronization=True)
-        _subgroups[members] = dist.group.WORLD, made
-    return made

@@ -133,6 +133,7 @@ class Forks:
 def _lead(order: dict[str, Any], news: int) -> None:
     """Fork the ranks, and wait for them. Runs in the leader of a job."""
     os.setsid()
+    os.nice(10)  # Who watches for the moment to kill it comes first.
     output = os.open(f"{order['scratch']}/output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
