@@ -116,8 +116,11 @@ class _Export:
 
     def run(self, begin: float) -> ExportReport:
         view, report = self._view, self._report
-        values = view.values if self._options.format == "torch" else {}
-        self._names = self._options.keys.names([*view.tensors, *values])
+        # In the order of the saved state: a list is put together again from its first element on.
+        paths = getattr(view.metadata, "planner_data", None) or {}
+        known = dict.fromkeys([*paths, *view.tensors, *view.values])
+        taken = {*view.tensors, *view.values} if self._options.format == "torch" else set(view.tensors)
+        self._names = self._options.keys.names(fqn for fqn in known if fqn in taken)
         report.left_out = sorted({*view.tensors, *view.values} - set(self._names))
         num_bytes = sum(self._entry(fqn).num_bytes for fqn in self._names if fqn in view.tensors)
         self._meter = Meter(f"export {view.url}", num_bytes, self._options.progress)
