@@ -258,7 +258,7 @@ class CheckpointView:
                 torch.Size(a - b for a, b in zip(starts, chunk.offsets, strict=True)),
                 torch.Size(lengths),
             )
-        if found < math.prod(map(int, box.sizes)):
+        if found < math.prod(box.sizes):
             raise CorruptCheckpointError(
                 f"{self.url}: parts of {box.fqn} are in no shard file, .metadata is incomplete"
             )

@@ -20,7 +20,7 @@ Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 Tried = Callable[[Callable[[], T]], T]
 
-PART_BYTES = 16 << 20
+PART_BYTES = 8 << 20
 _MAX_PARTS = 9_000
 """S3 takes 10,000."""
 

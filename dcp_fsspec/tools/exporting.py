@@ -28,8 +28,8 @@ Buffer = bytes | memoryview
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 TORCH_NAME = "model.pt"
-_SLAB_BYTES = 32 << 20
-_READ_BUDGET_BYTES = 64 << 20
+_SLAB_BYTES = 16 << 20
+_READ_BUDGET_BYTES = 32 << 20
 
 DTYPES = {
     "float64": torch.float64,
@@ -171,7 +171,7 @@ class _Export:
                 if data.numel():
                     yield payload_of(data.contiguous())
                 self._meter.add(data.nbytes)
-            del tensors
+            del tensors, tensor, data  # Before the next ones are read.
 
     # torch.save ------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dcp_fsspec import Catalog
+from dcp_fsspec.checkpointer import layout
 from support.checkpoints import open_uploads
 from support.commands import run, write_ours
 from support.stores import S3Store, Store
@@ -31,7 +31,9 @@ def root(store: Store, four: Path) -> str:
 
 
 def _iterations(store: Store) -> list[int]:
-    return Catalog(store.below("run"), **store.arguments).iterations()
+    # By the files: some servers list an emptied folder for a while.
+    names = (name.split("/")[1] for name in store.raw_list() if name.startswith("run/iter_"))
+    return sorted({iteration for name in names if (iteration := layout.iteration_of(name)) is not None})
 
 
 @on_stores
@@ -74,14 +76,16 @@ def test_sweep_takes_leftovers_that_are_old_enough(store: Store, root: str) -> N
     if isinstance(store, S3Store):
         store.client.create_multipart_upload(Bucket=store.bucket, Key=f"{store.prefix}/run/iter_000000005/model/big")
     young = run(store, "sweep", root, "--yes", "--json").json
-    assert (young["iterations"], young["uploads"], young["too_young"]) == ({}, [], [5])
+    assert (young["iterations"], young["too_young"]) == ({}, [5])
+    dated_by_server = not isinstance(store, S3Store) or "moto" not in store.bucket  # Moto dates all of them 2010.
+    assert young["uploads"] == [] or not dated_by_server
     found = run(store, "sweep", root, "--older-than", "0", "--json").json
     assert set(found) == {"url", "dry_run", "iterations", "uploads", "too_young"}
     assert found["iterations"] == {"5": 1000}
     assert found["dry_run"]
     assert _iterations(store) == [1, 2, 3, 4, 5]
     swept = run(store, "sweep", root, "--older-than", "0", "--yes", "--json").json
-    assert len(swept["uploads"]) == isinstance(store, S3Store)
+    assert len(young["uploads"] + swept["uploads"]) == isinstance(store, S3Store)
     assert not [name for name in store.raw_list() if "000005" in name]
     if isinstance(store, S3Store):
         assert open_uploads(store) == []
