@@ -14,10 +14,11 @@ def main() -> None:
     try:
         from dcp_fsspec.cli.app import run
     except ModuleNotFoundError as error:
-        if error.name not in _LIBRARIES:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _LIBRARIES:
             raise
         print(
-            f"dcp-fsspec: the command line needs {' and '.join(_LIBRARIES)}, and {error.name} is not installed: "
+            f"dcp-fsspec: the command line needs {' and '.join(_LIBRARIES)}, and {missing} is not installed: "
             'pip install "dcp-fsspec[cli]"',
             file=sys.stderr,
         )

@@ -12,7 +12,7 @@ from dcp_fsspec import Catalog, CorruptCheckpointError
 from dcp_fsspec.storage.filesystem import Store as PackageStore
 from dcp_fsspec.tools.copying import CopyOptions, copy_checkpoint
 from support.checkpoints import assert_loads, folder_files
-from support.commands import KINDS, components, flags, run, run_process
+from support.commands import KINDS_ON_STORES, components, flags, run, run_process
 from support.faultproxy import FaultProxy
 from support.stores import FolderStore, S3Store, Store
 
@@ -34,8 +34,7 @@ def _same(store: Store, one: str, other: str) -> bool:
     return folder_files(store, one) == folder_files(store, other)
 
 
-@on_stores
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "store"), KINDS_ON_STORES, indirect=["store"])
 def test_a_copy_within_a_store_is_byte_for_byte_and_not_made_twice(store: Store, place: Any, kind: str) -> None:
     report = run(store, "cp", place(store, kind), store.below("copy"), "--json").json
     assert set(report) == {

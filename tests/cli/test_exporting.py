@@ -17,7 +17,7 @@ from dcp_fsspec.tools import safetensors_files
 from dcp_fsspec.tools.exporting import ExportOptions, export_checkpoint
 from dcp_fsspec.tools.importing import import_files
 from support.checkpoints import assert_loads, save
-from support.commands import KINDS, components, run
+from support.commands import KINDS_ON_STORES, components, run
 from support.stores import Store
 from support.tensors import (
     assert_bits_equal,
@@ -52,8 +52,7 @@ def _assert_same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert_bits_equal(dict(sorted(got.items())), dict(sorted(wanted.items())))
 
 
-@on_stores
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "store"), KINDS_ON_STORES, indirect=["store"])
 def test_the_library_loads_an_export_of_every_kind_of_checkpoint(
     store: Store, place: Any, kind: str, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.commands import KINDS, components, model_state, run
+from support.commands import KINDS, KINDS_ON_STORES, components, model_state, run
 from support.faultproxy import FaultProxy
 from support.stores import S3Store, Store
 
@@ -73,8 +73,7 @@ def test_ls_finds_the_checkpoints_folder_of_a_job(store: Store, place: Any) -> N
     assert len(run(store, "ls", store.below("job"), "--json").json["iterations"]) == 2
 
 
-@on_stores
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "store"), KINDS_ON_STORES, indirect=["store"])
 def test_show_describes_every_tensor(store: Store, place: Any, kind: str) -> None:
     document = run(store, "show", place(store, kind), "--json").json
     assert set(document) == {"url", "iteration", "record", "components"}

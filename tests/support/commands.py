@@ -24,6 +24,7 @@ from support.stores import Store
 from support.tensors import random_tensor
 
 KINDS = ("ours", "stock", "cosmos", "torchtitan")
+KINDS_ON_STORES = [(kind, store) for kind in KINDS for store in ("file", "seaweed")] + [("ours", "moto")]
 
 
 def model_state(seed: int = 0) -> dict[str, Any]:
