@@ -82,8 +82,8 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(venv_backend="venv")
 def docs(session: nox.Session) -> None:
-    """The pages in docs/, into site/; a warning is an error."""
-    install(session, ".", groups=("docs",))
+    """The pages in docs/, into site/; a warning is an error. The package is read, not imported."""
+    install(session, groups=("docs",))
     session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
