@@ -108,6 +108,9 @@ class AnyOf:
             raise ConfigurationError("AnyOf needs at least one policy")
         self.policies = policies
 
+    def __repr__(self) -> str:
+        return f"AnyOf({', '.join(map(repr, self.policies))})"
+
     def keep(self, committed: Sequence[Committed]) -> set[int]:
         """Return the union."""
         return set().union(*(policy.keep(committed) for policy in self.policies))
