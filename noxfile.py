@@ -59,8 +59,8 @@ def tests(session: nox.Session) -> None:
     """The tests, against the built wheel. Arguments after `--` go to pytest."""
     install(session, ".", groups=("test", "peers"))
     install_azurite(session)
-    # Most tests wait for servers and processes, so two run at a time; a file's tests share what is slow to start.
-    session.run("pytest", "-q", "-n", "2", "--dist", "loadfile", *session.posargs)
+    # Most tests wait for servers and processes, so three run at a time; a file's tests share what is slow to start.
+    session.run("pytest", "-q", "-n", "3", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session(venv_backend="venv")
