@@ -12,6 +12,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import s3fs
 import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.dirfs import DirFileSystem
@@ -68,6 +69,7 @@ def _is_loopback(peer: Any) -> bool:
 @pytest.mark.parametrize("store", ["path", "memory", *_S3, "webdav"], indirect=True)
 def test_b02_checkpoint_id_keeps_options_and_filesystem(store: Store, peers: set[Any]) -> None:
     """B02: the second checkpoint goes to the store that the first one went to, and nowhere else."""
+    s3fs.S3FileSystem.clear_instance_cache()  # An instance of another test has its connections already.
     writer = FsspecStorageWriter(store.below("first"), **store.arguments)
     dcp.save(_state(1), storage_writer=writer)
     dcp.save(_state(2), storage_writer=writer, checkpoint_id=store.below("second"))

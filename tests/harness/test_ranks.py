@@ -57,11 +57,11 @@ def test_pool_survives_errors_deaths_and_hangs(two_ranks: RankPool) -> None:
 
 
 SCRIPT = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
-print("total", int(total), sys.argv[1], flush=True)
+os.write(1, f"total {int(total)} {sys.argv[1]}".encode() + bytes([10]))  # In one piece, whatever the other rank does.
 dist.destroy_process_group()
 """
 
