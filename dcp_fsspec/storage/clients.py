@@ -6,17 +6,27 @@ then go straight to where they belong. Subclasses may have changed anything, so 
 """
 
 import io
+import logging
+import ssl
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from fsspec import AbstractFileSystem
 from fsspec.asyn import sync
 
+from dcp_fsspec.storage import direct
+from dcp_fsspec.storage.signing import Signed, Signer, signer_of
+
+logger = logging.getLogger(__name__)
+
 Buffer = bytes | bytearray | memoryview
 
 _CHUNK_BYTES = 256 << 10
 _MAX_SINGLE_BYTES = 64 << 20
-"""Obstore sends larger objects in parts."""
+"""Larger objects go up in parts."""
+_FRESH_SECONDS = 5.0
+_WANTS_MORE = (direct.RefusedError, ssl.SSLCertVerificationError)
 
 
 class Client(Protocol):
@@ -46,8 +56,11 @@ def _needs_joined(package: str) -> bool:
 
 
 def client_of(fs: AbstractFileSystem) -> Client:
-    """Return the shortest way to `fs`."""
-    return {"s3fs": _S3fs, "obstore": _Obstore}.get(streams(fs), _Fsspec)(fs)
+    """Return the shortest way to `fs`. It serves the process that it was made in."""
+    package = streams(fs)
+    usual = {"s3fs": _S3fs, "obstore": _Obstore}.get(package, _Fsspec)(fs)
+    signer = signer_of(fs) if package else None
+    return usual if signer is None else _Direct(fs, signer, usual)
 
 
 def scatter(data: Buffer, views: Sequence[memoryview]) -> int:
@@ -79,6 +92,60 @@ class Filling:
             rest = rest[count:]
             if count < len(view):
                 self._left.append(view[count:])
+
+
+class _Direct:
+    """Sends requests that the filesystem has signed past it, and leaves to it those that take more.
+
+    Whatever the store refuses is asked again through the filesystem, whose errors are known. Where that succeeds, the
+    store wants more than a signature, and all goes through the filesystem from then on.
+    """
+
+    def __init__(self, fs: AbstractFileSystem, signer: Signer, usual: Client) -> None:
+        self._fs = fs
+        self._signer = signer
+        self._usual = usual
+        self._works = True
+
+    def put(self, path: str, buffers: Sequence[Buffer], **options: Any) -> None:
+        signed = None
+        if self._works and sum(map(len, buffers)) <= _MAX_SINGLE_BYTES and _is_untouched(self._fs, "pipe_file"):
+            signed = self._signer.put(path, **options)
+        if signed is None:
+            self._usual.put(path, buffers, **options)
+            return
+        try:
+            direct.put(signed, buffers)
+        except _WANTS_MORE as refusal:
+            self._usual.put(path, buffers, **options)
+            self._give_up(signed, refusal)
+        self._fs.invalidate_cache(path)
+
+    def read_into(self, path: str, start: int, views: Sequence[memoryview]) -> int:
+        signed = None
+        if self._works and _is_untouched(self._fs, "cat_file"):
+            signed = self._signer.get(path)
+        if signed is None:
+            return self._usual.read_into(path, start, views)
+        try:
+            return direct.get_into(signed, start, views)
+        except _WANTS_MORE as refusal:
+            num_bytes = self._usual.read_into(path, start, views)
+            self._give_up(signed, refusal)
+            return num_bytes
+
+    def _give_up(self, signed: Signed, refusal: Exception) -> None:
+        if time.monotonic() - signed.signed_at > _FRESH_SECONDS:
+            # The credentials have changed since it was signed.
+            self._signer.forget()
+            return
+        self._works = False
+        logger.info("signed requests do not work here (%s); all goes through the filesystem", refusal)
+
+
+def _is_untouched(fs: AbstractFileSystem, method: str) -> bool:
+    """Tell whether nobody has put a method of their own, which may count, delay or refuse, in its place."""
+    return bool(getattr(getattr(fs, method), "__wrapped__", None) == getattr(fs, f"_{method}"))
 
 
 class _Fsspec:

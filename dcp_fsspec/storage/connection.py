@@ -16,6 +16,7 @@ from fsspec import AbstractFileSystem
 
 from dcp_fsspec.errors import ConfigurationError
 from dcp_fsspec.storage.capabilities import Capabilities, capabilities_of
+from dcp_fsspec.storage.clients import Client, client_of
 from dcp_fsspec.storage.location import normalize_root, normalize_url, redact, secrets_of
 from dcp_fsspec.storage.opening import open_filesystem
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS, Retries, expired
@@ -76,6 +77,7 @@ class Connection:
         self._secrets = secrets_of({"now": options, "key of before": list(self._secrets)})
         self._errors = Translator(self._secrets)
         self._fs, path = self._resolve(options, extra)
+        self._client = client_of(self._fs)
         self._pid, self._connected_by = os.getpid(), options
         self.root = normalize_root(path)
         self.capabilities: Capabilities = capabilities_of(self._fs)
@@ -156,11 +158,20 @@ class Connection:
         It is made anew in a forked child, since event loops and sockets do not survive a fork, and when the options
         are a mapping that has changed, such as one that follows a file of credentials.
         """
+        self._renew()
+        return self._fs
+
+    @property
+    def client(self) -> Client:
+        """How bytes get into the filesystem and out of it."""
+        self._renew()
+        return self._client
+
+    def _renew(self) -> None:
         if self._is_outdated:
             with self._lock:
                 if self._is_outdated:
                     self._reconnect()
-        return self._fs
 
     @property
     def _is_outdated(self) -> bool:

@@ -21,7 +21,6 @@ from dcp_fsspec.errors import (
 )
 from dcp_fsspec.storage import local
 from dcp_fsspec.storage.checksums import crc_of
-from dcp_fsspec.storage.clients import client_of
 from dcp_fsspec.storage.moving import move_over
 from dcp_fsspec.storage.removing import Removing
 from dcp_fsspec.storage.retry import passes
@@ -91,7 +90,7 @@ class Store(Removing):
         if self.capabilities.local:
             return local.read_into(path, start, views)
         self._forget(path)
-        return client_of(self.fs).read_into(path, start, views)
+        return self.client.read_into(path, start, views)
 
     def _large(self, name: str, start: int, stop: int) -> Buffer:
         """Read what is too large for memory that is kept; nothing is allocated for bytes that are not there."""
@@ -359,7 +358,7 @@ class Store(Removing):
         options: dict[str, Any] = {"mode": "create"} if create_only else {}
         if self.capabilities.takes_crc32c and self._checksums_wanted():
             options["ChecksumCRC32C"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
-        client_of(self.fs).put(path, buffers, **options)
+        self.client.put(path, buffers, **options)
 
     def _checksums_wanted(self) -> bool:
         """Some stores reject checksum headers; this is the setting by which botocore leaves its own ones out."""

@@ -44,13 +44,13 @@ class Fault:
 
 
 FAULTS = {
-    "first_of_coordinator": Fault(0, "__0_0.distcp", Status(500, "InternalError"), "OSError"),
-    "last_of_rank_1": Fault(1, "__1_2.distcp", Status(500, "InternalError"), "OSError"),
+    "first_of_coordinator": Fault(0, "__0_0.distcp", Status(500, "InternalError"), "answered 500"),
+    "last_of_rank_1": Fault(1, "__1_2.distcp", Status(500, "InternalError"), "answered 500"),
     "middle_of_rank_2": Fault(2, "__2_1.distcp", Reset(), "Connect"),
     "cut_on_its_way": Fault(3, "__3_0.distcp", CutUpload(), "Connect"),
     "denied": Fault(3, "__3_2.distcp", Status(403, "AccessDenied"), "PermissionError"),
-    "checksums": Fault(0, "checksums.json", Status(500, "InternalError"), "OSError"),
-    "commit": Fault(0, ".metadata", Status(500, "InternalError"), "OSError"),
+    "checksums": Fault(0, "checksums.json", Status(500, "InternalError"), "answered 500"),
+    "commit": Fault(0, ".metadata", Status(500, "InternalError"), "answered 500"),
 }
 
 

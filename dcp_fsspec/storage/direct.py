@@ -1,0 +1,215 @@
+"""Signed requests, sent and answered over plain sockets: bytes leave memory and reach it without a copy between.
+
+A thread waits for its own socket, so that threads do not wait for each other as they do for one event loop, and what a
+client does for a request is done once for a file. Connections are kept and used again by the whole process.
+"""
+
+import contextlib
+import errno
+import functools
+import http.client
+import os
+import ssl
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+
+from dcp_fsspec.storage.signing import Signed
+
+Buffer = bytes | bytearray | memoryview
+_Origin = tuple[str, str, str | bool | None]
+
+_SMALL_BYTES = 64 << 10
+"""Smaller buffers are joined, up to four times as much: each call has a price."""
+_MAX_IDLE = 64
+_MAX_IDLE_SECONDS = 20.0
+_MAX_ANSWER_BYTES = 64 << 10
+_PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504}
+
+
+class RefusedError(Exception):
+    """The store did not do what was asked.
+
+    Attributes:
+        status: Of its answer.
+    """
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(f"the store answered {status} {reason}")
+        self.status = status
+
+
+class UnavailableError(OSError):
+    """The store cannot do now what was asked.
+
+    Attributes:
+        status: Of its answer.
+    """
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(errno.EBUSY, f"the store answered {status} {reason}")
+        self.status = status
+
+
+def get_into(signed: Signed, start: int, views: Sequence[memoryview]) -> int:
+    """Fill `views` with what lies from byte `start` on; return how many bytes there were, at most what fits.
+
+    Raises:
+        RefusedError: the answer is not that range.
+        OSError: the connection failed.
+    """
+    stop = start + sum(map(len, views))
+    with _asked("GET", signed, {"Range": f"bytes={start}-{stop - 1}"}, ()) as answer:
+        if answer.status != 206:
+            raise RefusedError(answer.status, answer.reason)
+        return sum(_fill(answer, view) for view in views)
+
+
+def put(signed: Signed, buffers: Sequence[Buffer]) -> None:
+    """Make an object of `buffers`.
+
+    Raises:
+        RefusedError: the store does not take it.
+        OSError: the connection failed.
+    """
+    length = {"Content-Length": str(sum(map(len, buffers)))}
+    with _asked("PUT", signed, length, buffers) as answer:
+        answer.read(_MAX_ANSWER_BYTES)
+        if answer.status != 200:
+            raise RefusedError(answer.status, answer.reason)
+
+
+def _fill(answer: http.client.HTTPResponse, view: memoryview) -> int:
+    filled = 0
+    while filled < len(view) and (count := answer.readinto(view[filled:])):
+        filled += count
+    return filled
+
+
+@contextlib.contextmanager
+def _asked(
+    method: str, signed: Signed, headers: Mapping[str, str], body: Sequence[Buffer]
+) -> Iterator[http.client.HTTPResponse]:
+    """Give the answer to a request; the connection is kept when it was read to its end."""
+    parts = urllib.parse.urlsplit(signed.url)
+    origin = (parts.scheme, parts.netloc, signed.verify)
+    target, headers = f"{parts.path}?{parts.query}", {**signed.headers, **headers}
+    connection = _idle.take(origin)
+    reused = connection is not None
+    if connection is None:
+        connection = _connect(origin, signed)
+    try:
+        try:
+            answer = _ask(connection, method, target, headers, body)
+        except (ConnectionError, ssl.SSLEOFError):
+            if not reused:
+                raise
+            # The store has closed what lay idle. Nothing of an answer had come, so this one is the same request.
+            connection.close()
+            connection = _connect(origin, signed)
+            answer = _ask(connection, method, target, headers, body)
+        if answer.status in _PASSING_STATUS:
+            raise UnavailableError(answer.status, answer.reason)
+        yield answer
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, http.client.HTTPException) and not isinstance(error, OSError):
+            raise ConnectionError(f"the store's answer is cut or no HTTP: {error}") from error
+        raise
+    if answer.isclosed() and connection.sock is not None:
+        _idle.keep(origin, connection)
+    else:
+        connection.close()
+
+
+def _connect(origin: _Origin, signed: Signed) -> http.client.HTTPConnection:
+    scheme, netloc, verify = origin
+    connection = http.client.HTTPConnection(netloc, timeout=signed.connect_seconds)
+    if scheme == "https":
+        connection = http.client.HTTPSConnection(netloc, timeout=signed.connect_seconds, context=_trust(verify))
+    connection.connect()
+    connection.sock.settimeout(signed.read_seconds)
+    return connection
+
+
+@functools.cache
+def _trust(verify: str | bool | None) -> ssl.SSLContext:
+    folder = isinstance(verify, str) and os.path.isdir(verify)
+    cafile = verify if isinstance(verify, str) and not folder else None
+    context = ssl.create_default_context(cafile=cafile, capath=str(verify) if folder else None)
+    if verify is False:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _ask(
+    connection: http.client.HTTPConnection,
+    method: str,
+    target: str,
+    headers: Mapping[str, str],
+    body: Sequence[Buffer],
+) -> http.client.HTTPResponse:
+    connection.putrequest(method, target, skip_accept_encoding=True)
+    for name, value in headers.items():
+        connection.putheader(name, value)
+    try:
+        connection.endheaders()
+        for piece in _pieces(body):
+            rest = memoryview(piece)
+            while rest:
+                rest = rest[connection.sock.send(rest) :]
+    except ConnectionError:
+        # A store that refuses need not read to the end before it answers.
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return connection.getresponse()
+        raise
+    return connection.getresponse()
+
+
+def _pieces(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
+    """Yield large buffers as they are, and small ones joined."""
+    small = bytearray()
+    for buffer in buffers:
+        large = len(buffer) >= _SMALL_BYTES
+        if not large:
+            small += buffer
+        if small and (large or len(small) >= 4 * _SMALL_BYTES):
+            yield small
+            small = bytearray()
+        if large:
+            yield memoryview(buffer).cast("B")
+    if small:
+        yield small
+
+
+class _Idle:
+    """Connections that nobody uses at the moment, newest last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[tuple[float, _Origin, http.client.HTTPConnection]] = []
+
+    def take(self, origin: _Origin) -> http.client.HTTPConnection | None:
+        with self._lock:
+            old = time.monotonic() - _MAX_IDLE_SECONDS
+            stale = [one for one in self._kept if one[0] < old]
+            self._kept = self._kept[len(stale) :]
+            place = next((n for n in reversed(range(len(self._kept))) if self._kept[n][1] == origin), None)
+            found = None if place is None else self._kept.pop(place)[2]
+        for _, _, connection in stale:
+            connection.close()
+        return found
+
+    def keep(self, origin: _Origin, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            self._kept.append((time.monotonic(), origin, connection))
+            surplus = [self._kept.pop(0)[2] for _ in range(len(self._kept) - _MAX_IDLE)]
+        for one in surplus:
+            one.close()
+
+
+_idle = _Idle()
+# A connection belongs to the process that made it.
+os.register_at_fork(after_in_child=lambda: _idle.__init__())  # type: ignore[misc]
