@@ -10,16 +10,16 @@ The order of writes is what makes a crash harmless:
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from fsspec import AbstractFileSystem
 
 from dcp_fsspec.checkpointer import layout
+from dcp_fsspec.checkpointer.contents import Contents, pointer_says
 from dcp_fsspec.checkpointer.folder import check_files, read_record, read_save_id
 from dcp_fsspec.checkpointer.records import CommitRecord
-from dcp_fsspec.checkpointer.retention import Committed, RetentionPolicy
+from dcp_fsspec.checkpointer.retention import RetentionPolicy
 from dcp_fsspec.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -29,30 +29,17 @@ from dcp_fsspec.errors import (
     UncommittedCheckpointError,
 )
 from dcp_fsspec.storage import metadata
+from dcp_fsspec.storage.exchanging import exchange, guards
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
 
 logger = logging.getLogger(__name__)
 
-_MAX_POINTER_BYTES = 4096
+_MAX_TURNS = 20
+"""How often the pointer may change under the hands of one that moves it."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """A committed iteration.
-
-    Attributes:
-        iteration: The training iteration.
-        record: Its commit record; None if other software wrote it.
-        notes: What the user should know about how it was found.
-    """
-
-    iteration: int
-    record: CommitRecord | None
-    notes: tuple[str, ...] = ()
-
-
-class Catalog:
+class Catalog(Contents):
     """The iterations below one folder. Not safe to use from several threads at once.
 
     Args:
@@ -73,127 +60,24 @@ class Catalog:
         filesystem: AbstractFileSystem | None = None,
         retry_seconds: float = DEFAULT_PATIENCE_SECONDS,
     ) -> None:
-        self.store = Store(url, storage_options, filesystem, retry_seconds)
-        self._records: dict[int, CommitRecord] = {}
+        self._over(Store(url, storage_options, filesystem, retry_seconds))
+
+    def _over(self, store: Store) -> None:
+        super().__init__(store)
+        self._beyond: dict[int, Set[int]] = {}
+        """By iteration that is being saved: later ones that were committed when that began."""
+        self._conditions = True
 
     @classmethod
     def of(cls, store: Store) -> "Catalog":
         """Return the catalog of the folder that `store` is."""
         catalog = cls.__new__(cls)
-        catalog.store, catalog._records = store, {}
+        catalog._over(store)
         return catalog
 
     def copy(self) -> "Catalog":
         """Return a catalog of the same folder, for another thread."""
         return Catalog.of(self.store.at(self.store.location))
-
-    @property
-    def url(self) -> str:
-        """The checkpoints folder, without secrets."""
-        return self.store.url
-
-    def folder(self, iteration: int) -> Store:
-        """Return the store of one iteration's folder."""
-        return self.store.child(layout.folder_of(iteration))
-
-    # Looking ---------------------------------------------------------------------------------------------
-
-    def iterations(self) -> list[int]:
-        """Return the iterations that have a folder, committed or not, in order. One listing."""
-        entries = self.store.list_folder()
-        found = (layout.iteration_of(name) for name, is_folder in entries.items() if is_folder)
-        return sorted(iteration for iteration in found if iteration is not None)
-
-    def pointer(self) -> str | None:
-        """Return what the pointer says, without whitespace around it; None if there is no pointer.
-
-        Raises:
-            StorageReadError: whether there is one could not be found out.
-        """
-        try:
-            data = self.store.read(layout.POINTER_NAME)
-        except CheckpointNotFoundError:
-            return None
-        return data[:_MAX_POINTER_BYTES].decode(errors="replace").strip()
-
-    def pointee(self) -> int | None:
-        """Return the iteration that the pointer names, None if it names none."""
-        return layout.iteration_of(self.pointer() or "")
-
-    def record(self, iteration: int) -> CommitRecord | None:
-        """Return the commit record of `iteration`, None if there is none that can be read as one."""
-        if iteration in self._records:
-            return self._records[iteration]
-        folder = self.folder(iteration)
-        record = read_record(folder)
-        if record is not None and record.iteration != iteration:
-            logger.warning("%s holds the commit record of iteration %d; ignored", folder.url, record.iteration)
-            return None
-        return record
-
-    def find(self, iteration: int, *, pointed: bool = False) -> Found:
-        """Return the committed `iteration`.
-
-        Committed is what has a commit record. Without one, written by other software: what has all of model, optim,
-        scheduler and trainer complete or, if it is what the pointer names, all of the components that it has.
-
-        Raises:
-            CheckpointNotFoundError: there is no such folder.
-            UncommittedCheckpointError: it is not complete; the message names what is missing.
-        """
-        record = self.record(iteration)
-        if record is not None:
-            return Found(iteration, record)
-        folder = self.folder(iteration)
-        files = folder.list_files()
-        if not files:
-            raise CheckpointNotFoundError(f"there is nothing at {folder.url}")
-        missing = layout.missing_marks(files, all_standard=not pointed)
-        if not missing:
-            return Found(iteration, None)
-        raise UncommittedCheckpointError(
-            f"{folder.url} was never completed, or was removed in part: it has no {layout.COMMIT_NAME} that can be "
-            f"read, and {', '.join(missing)}. Use an older iteration."
-        )
-
-    def latest(self) -> Found | None:
-        """Return the iteration to resume from: what the pointer names, else the newest that is committed.
-
-        Two requests when the pointer is good, one listing more when it is not.
-
-        Raises:
-            StorageReadError: that could not be found out, which is not the same as "there is none".
-        """
-        text = self.pointer()
-        notes: list[str] = []
-        pointee = layout.iteration_of(text) if text else None
-        if pointee is not None:
-            try:
-                return self.find(pointee, pointed=True)
-            except (CheckpointNotFoundError, UncommittedCheckpointError) as error:
-                notes.append(f"{self._pointer_url} names {text}, which cannot be used: {error}")
-        elif text is not None:
-            notes.append(f"{self._pointer_url} holds {text[:80]!r}, which names no iteration")
-        return self._newest(notes, without=pointee)
-
-    def _newest(self, notes: list[str], without: int | None) -> Found | None:
-        for iteration in reversed(self.iterations()):
-            if iteration == without:
-                continue
-            try:
-                found = self.find(iteration)
-            except (CheckpointNotFoundError, UncommittedCheckpointError) as error:
-                notes.append(str(error))
-                continue
-            notes.append(f"{layout.folder_of(iteration)} is the newest that is committed")
-            return Found(iteration, found.record, tuple(notes))
-        for note in notes:
-            logger.warning("%s", note)
-        return None
-
-    @property
-    def _pointer_url(self) -> str:
-        return self.store.url_of(layout.POINTER_NAME)
 
     # Writing ---------------------------------------------------------------------------------------------
 
@@ -207,6 +91,8 @@ class Catalog:
             CheckpointExistsError: `iteration` is committed and not beyond the pointer, and `overwrite` is false.
             StorageWriteError: leftovers could not be removed.
         """
+        if not (self._conditions and guards(self.store)):
+            self._beyond = {iteration: self._committed_beyond(iteration)}
         folder = self.folder(iteration)
         files = folder.list_files()
         if not files:
@@ -253,20 +139,49 @@ class Catalog:
         """
         if iteration not in self._records:
             self.find(iteration, pointed=True)
-        pointee = self.pointee()
-        if pointee is not None and pointee > iteration and not backward and self._is_committed(pointee):
-            logger.warning(
-                "%s names iteration %d already and is not moved back to %d. Does another job save here?",
-                self._pointer_url,
-                pointee,
-                iteration,
-            )
-            return False
-        if pointee != iteration:
-            self.store.prepare()
-            self.store.swap(layout.POINTER_NAME, layout.pointer_text(iteration))
+        self.store.prepare()
+        beyond = self._beyond.pop(iteration, None)
+        for _ in range(_MAX_TURNS):
+            moved = self._advance_once(iteration, backward, beyond)
+            if moved is not None:
+                return moved
+        raise StorageWriteError(f"{self._pointer_url} has changed {_MAX_TURNS} times while it was to be moved")
+
+    def _advance_once(self, iteration: int, backward: bool, beyond: Set[int] | None) -> bool | None:
+        """Do what `advance` does, unless another job moves the pointer at the same time; then return None."""
+        with exchange(self.store, layout.POINTER_NAME, conditions=self._conditions) as pointer:
+            if beyond is None and not pointer.is_guarded:
+                beyond = self._committed_beyond(iteration)
+            pointee = layout.iteration_of(pointer_says(pointer.read() or b""))
+            if pointee is not None and pointee > iteration and not backward and self._is_committed(pointee):
+                logger.warning(
+                    "%s names iteration %d already and is not moved back to %d. Does another job save here?",
+                    self._pointer_url,
+                    pointee,
+                    iteration,
+                )
+                return False
+            if pointee == iteration:
+                return True
+            if not pointer.replace(layout.pointer_text(iteration)):
+                self._conditions = pointer.is_guarded
+                return None
             self.store.flush()
-        return True
+        return pointer.is_guarded or backward or self._make_good(iteration, beyond or frozenset())
+
+    def _make_good(self, iteration: int, beyond: Set[int]) -> bool:
+        """Move the pointer on if it was moved back by mistake: the store could not tell that another job was faster.
+
+        Args:
+            iteration: What it names now.
+            beyond: Later iterations that were committed, and not what it named, before: those are abandoned.
+        """
+        others = self._committed_beyond(iteration) - beyond
+        if not others:
+            return True
+        logger.warning("%s: another job has saved iteration %d meanwhile", self._pointer_url, max(others))
+        self.advance(max(others))
+        return False
 
     # Removing --------------------------------------------------------------------------------------------
 
@@ -296,22 +211,6 @@ class Catalog:
                     continue
             removed.append(iteration)
         return removed
-
-    def _is_committed(self, pointee: int) -> bool:
-        try:
-            self.find(pointee, pointed=True)
-        except (CheckpointNotFoundError, UncommittedCheckpointError):
-            return False
-        return True
-
-    def _committed(self, iteration: int) -> Committed | None:
-        try:
-            found = self.find(iteration)
-        except (CheckpointNotFoundError, UncommittedCheckpointError):
-            return None
-        if found.record is not None:
-            self._records[iteration] = found.record
-        return Committed(iteration, found.record.metrics if found.record else {})
 
     def remove(self, iteration: int) -> None:
         """Remove one iteration. Not collective.

@@ -40,6 +40,7 @@ from dcp_fsspec.checkpointer.state import (
     Optimizer,
     OptimizerComponent,
     PerRank,
+    SchedulerComponent,
     StatefulComponent,
 )
 from dcp_fsspec.checkpointer.training_state import SchedulerState, TrainerState
@@ -173,8 +174,9 @@ class DistributedCheckpointer:
             IncompatibleStateError: the checkpoint does not fit. Nothing was loaded, unless the message says so.
             CheckpointNotFoundError, UncommittedCheckpointError: what was asked for by name is missing or incomplete.
             ConfigurationError: a component is to be loaded, but no object for it was given.
-            CorruptCheckpointError, UnsafeCheckpointError: the checkpoint was refused.
-            StorageReadError: the store did not answer. What was loaded so far stays; do not train on it.
+            CorruptCheckpointError, UnsafeCheckpointError: the checkpoint was refused. Damage may show while data are
+                read; then, what was loaded so far stays, and must not be trained on.
+            StorageReadError: the store did not answer; likewise.
         """
         self._call_on_all("on_load_checkpoint_start", model)
         decision = self._group.decide(lambda: decide(self.catalog, self._resume, self._known, iteration))
@@ -244,7 +246,7 @@ class DistributedCheckpointer:
         if optimizer is not None:
             components[layout.OPTIM] = OptimizerComponent(model, optimizer, mappings)
         if scheduler is not None:
-            components[layout.SCHEDULER] = StatefulComponent(SchedulerState(scheduler))
+            components[layout.SCHEDULER] = SchedulerComponent(scheduler)
         components[layout.TRAINER] = StatefulComponent(trainer)
         for name, one in self._extra.items():
             components[name] = (

@@ -96,6 +96,11 @@ class _Opened:
     prefix: str | None
     matched: Match
 
+    @property
+    def doing(self) -> str:
+        """What is being done with it, for messages."""
+        return f"loading {self.store.url}"
+
 
 class Loader:
     """Loads components. All methods are collective.
@@ -125,13 +130,25 @@ class Loader:
         files, absent = self._group.decide(lambda: self._read_small_files(decision, folder, components))
         report.notes += tuple(absent)
         strict = self._config.strict_resume
-        opened = self._group.agree(
-            lambda: self._match(decision, folder, components, files, strict), f"comparing {folder.url} with the state"
-        )
-        states = {}
-        for name, one in opened.items():
-            states[name] = self._load_one(components[name], one, f"loading {one.store.url}")
-            report.components[name] = one.matched.report
+        states: dict[str, Any] = {}
+        try:
+            opened = self._group.agree(
+                lambda: self._match(decision, folder, components, files, strict),
+                f"comparing {folder.url} with the state",
+            )
+            # What cannot be told without its values comes first, before anything has changed.
+            loaded = {name: self._read(opened[name]) for name in opened if name == layout.SCHEDULER}
+            for name, values in loaded.items():
+                self._check(components[name], opened[name], values)
+            for name, one in opened.items():
+                values = loaded[name] if name in loaded else self._read(one)
+                states[name] = self._restore(components[name], one, values)
+                report.components[name] = one.matched.report
+        except BaseException:
+            for name, component in components.items():
+                if name not in states:
+                    component.undo()
+            raise
         return report, states
 
     def _read_small_files(
@@ -187,22 +204,23 @@ class Loader:
         matched.problems += [f"{key!r} is missing in the checkpoint" for key in matched.report.missing if strict]
         return matched
 
-    def _load_one(self, component: Component, opened: _Opened, doing: str) -> dict[str, Any]:
+    def _check(self, component: Component, opened: _Opened, values: Mapping[str, Any]) -> None:
+        self._group.agree(lambda: component.check(values, opened.metadata, opened.prefix or ""), opened.doing)
+
+    def _restore(self, component: Component, opened: _Opened, values: Mapping[str, Any]) -> dict[str, Any]:
         begin = time.monotonic()
+        state: dict[str, Any] = self._group.agree(
+            lambda: component.restore(values, opened.matched, opened.metadata, opened.prefix or ""), opened.doing
+        )
+        opened.matched.report.seconds += time.monotonic() - begin
+        return state
+
+    def _read(self, opened: _Opened) -> dict[str, Any]:
+        begin = time.monotonic()
+        matched, report = opened.matched, opened.matched.report
         reader = FsspecStorageReader.at(
             opened.store, opened.files, process_group=self._group.process_group, **self._settings
         )
-        loaded = self._read(reader, opened, doing)
-        state = self._group.agree(
-            lambda: component.restore(loaded, opened.matched, opened.metadata, opened.prefix or ""), doing
-        )
-        report = opened.matched.report
-        report.num_bytes, report.num_requests = reader.last_report.num_bytes, reader.last_report.num_requests
-        report.seconds = time.monotonic() - begin
-        return state
-
-    def _read(self, reader: FsspecStorageReader, opened: _Opened, doing: str) -> dict[str, Any]:
-        matched = opened.matched
         wholes = {name: _empty_as_stored(opened.metadata, name) for name in matched.overlapping}
         request = {**matched.request, **wholes}
         with warnings.catch_warnings():
@@ -215,11 +233,13 @@ class Loader:
                     no_dist=not self._group.is_distributed,
                 )
             except CheckpointException as error:
-                raise_failures(checkpoint_failures(error), doing)
+                raise_failures(checkpoint_failures(error), opened.doing)
                 raise
         for name, whole in wholes.items():
             _copy_overlap(matched.overlapping[name], request.pop(name, whole))
             request[name] = matched.overlapping[name]
+        report.num_bytes, report.num_requests = reader.last_report.num_bytes, reader.last_report.num_requests
+        report.seconds = time.monotonic() - begin
         return request
 
 

@@ -20,6 +20,7 @@ from dcp_fsspec.checkpointer import nesting
 from dcp_fsspec.checkpointer.mapping import KeyMapping, Renaming, lora_base_layers
 from dcp_fsspec.checkpointer.matching import ComponentReport, Match, is_extra_state, match
 from dcp_fsspec.checkpointer.resume import ResumeConfig
+from dcp_fsspec.checkpointer.training_state import SchedulerState
 from dcp_fsspec.errors import ConfigurationError, CorruptCheckpointError, IncompatibleStateError
 
 Model = torch.nn.Module
@@ -39,6 +40,16 @@ class Component(Protocol):
     def match(self, metadata: Metadata, config: ResumeConfig, *, strict: bool, prefix: str) -> Match:
         """Say what to load of a checkpoint, without reading data or changing anything."""
         ...
+
+    def check(self, loaded: Mapping[str, Any], metadata: Metadata, prefix: str) -> None:
+        """Look at values, where not all can be told without them. Changes nothing; most components have no need of it.
+
+        Raises:
+            IncompatibleStateError: it does not fit.
+        """
+
+    def undo(self) -> None:
+        """Take back what `match` had to change. Called when nothing of the component is restored."""
 
     def restore(self, loaded: Mapping[str, Any], matched: Match, metadata: Metadata, prefix: str) -> dict[str, Any]:
         """Take what was loaded, by name in the checkpoint, and return the state that this makes.
@@ -63,7 +74,7 @@ class PerRank:
     stateful: Stateful
 
 
-class ModelComponent:
+class ModelComponent(Component):
     """The parameters and buffers of one model, or of a list of models (pipeline stages) under one set of keys.
 
     Args:
@@ -113,7 +124,7 @@ class ModelComponent:
         return whole
 
 
-class OptimizerComponent:
+class OptimizerComponent(Component):
     """The state of one or many optimizers, by the names of the parameters, so that it can be resharded.
 
     Args:
@@ -140,6 +151,7 @@ class OptimizerComponent:
             raise ConfigurationError(f"{len(all_models)} models need as many optimizers, got {len(all_optimizers)}")
         self._model = ModelComponent(models, mappings)
         self._mappings = tuple(mappings)
+        self._made_up: list[Optimizer] = []
 
     def _parts(self) -> list[dict[str, Any]]:
         parts = [get_optimizer_state_dict(model, optimizers, options=_FLAT) for model, optimizers in self._pairs]
@@ -163,7 +175,7 @@ class OptimizerComponent:
 
     def state(self) -> dict[str, Any]:
         """Return state and hyperparameters, flat; hyperparameters alone of an optimizer that has taken no step."""
-        fresh = [one for _, optimizers in self._pairs for one in optimizers if not one.state]
+        fresh = self._fresh()
         parts = self._parts()
         # torch makes up the state of a fresh optimizer, by a step of learning rate 0 that counts as one.
         made_up = self._parameters_of(fresh)
@@ -177,6 +189,9 @@ class OptimizerComponent:
             if not (key.startswith(_STATE) and parameter_of(key) in made_up)
         }
 
+    def _fresh(self) -> list[Optimizer]:
+        return [one for _, optimizers in self._pairs for one in optimizers if not one.state]
+
     def _parameters_of(self, optimizers: Sequence[Optimizer]) -> set[str]:
         held = {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
         return {
@@ -188,6 +203,7 @@ class OptimizerComponent:
 
     def match(self, metadata: Metadata, config: ResumeConfig, *, strict: bool, prefix: str) -> Match:
         """Ask for each key; parameters that never had a gradient and new hyperparameters may be missing."""
+        self._made_up = self._made_up or self._fresh()
         parts = self._parts()
         template = {key: value for part in parts for key, value in part.items()}
         result = match(template, self._renaming(parts), metadata, config, strict=False, prefix=prefix)
@@ -203,6 +219,11 @@ class OptimizerComponent:
         if not loaded and not is_fresh and any(key.startswith(_STATE) for key in template):
             result.problems.append("it holds no state for any parameter of this optimizer")
         return result
+
+    def undo(self) -> None:
+        """Take away the state that torch has made up for an optimizer that had none."""
+        for one in self._made_up:
+            one.state.clear()
 
     def restore(self, loaded: Mapping[str, Any], matched: Match, metadata: Metadata, prefix: str) -> dict[str, Any]:
         """Put state and hyperparameters into the optimizers; a parameter without stored state begins afresh."""
@@ -229,7 +250,7 @@ class OptimizerComponent:
                         del one.state[parameter]
 
 
-class StatefulComponent:
+class StatefulComponent(Component):
     """Python objects with a state: it comes back as it was saved, whatever the object holds now.
 
     Args:
@@ -268,19 +289,38 @@ class StatefulComponent:
         result.report.missing = [key for key in template if key not in found]
         return result
 
-    def restore(self, loaded: Mapping[str, Any], matched: Match, metadata: Metadata, prefix: str) -> dict[str, Any]:
-        """Give the object the state that was saved."""
+    def _stored(self, loaded: Mapping[str, Any], metadata: Metadata, prefix: str) -> dict[str, Any] | None:
         start = self._start(prefix)
         data = getattr(metadata, "planner_data", None) or {}
         # In the order in which they were saved: that of `loaded` depends on which rank wrote what.
         names = [name for name in data if name in loaded] + [name for name in loaded if name not in data]
         flat = {name.removeprefix(start): loaded[name] for name in names}
         paths = {name.removeprefix(start): _below(data[name], start) for name in loaded if name in data}
-        if not flat:
+        return nesting.restore(flat, paths) if flat else None
+
+    def restore(self, loaded: Mapping[str, Any], matched: Match, metadata: Metadata, prefix: str) -> dict[str, Any]:
+        """Give the object the state that was saved."""
+        state = self._stored(loaded, metadata, prefix)
+        if state is None:
             return {}
-        state = nesting.restore(flat, paths)
         self._stateful.load_state_dict(state)
         return state
+
+
+class SchedulerComponent(StatefulComponent):
+    """Learning rate schedulers, which may be of another number of parameter groups than those that were saved.
+
+    Args:
+        schedulers: One, or a list.
+    """
+
+    def __init__(self, schedulers: Any) -> None:
+        self._schedulers = SchedulerState(schedulers)
+        super().__init__(self._schedulers)
+
+    def check(self, loaded: Mapping[str, Any], metadata: Metadata, prefix: str) -> None:
+        """Compare the number of schedulers and of their parameter groups."""
+        self._schedulers.check(self._stored(loaded, metadata, prefix) or {})
 
 
 def _target(key: str, current: Any, stored: TensorStorageMetadata) -> torch.Tensor:

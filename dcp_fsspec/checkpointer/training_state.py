@@ -1,7 +1,7 @@
 """What of a training job is neither model nor optimizer: schedulers, and the trainer's own counters."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dcp_fsspec.errors import IncompatibleStateError
@@ -22,20 +22,33 @@ class SchedulerState:
             return dict(self._schedulers[0].state_dict())
         return {str(number): one.state_dict() for number, one in enumerate(self._schedulers)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give each scheduler its state.
+    def check(self, state: dict[str, Any]) -> None:
+        """Look whether `state` can be loaded.
 
         Raises:
             IncompatibleStateError: it was made for another number of schedulers or of parameter groups.
         """
         if self._is_list and len(state) != len(self._schedulers):
             raise IncompatibleStateError(
-                f"the checkpoint has {len(state)} schedulers, the job has {len(self._schedulers)}"
+                f"the checkpoint has {len(state)} schedulers, the job has {len(self._schedulers)}; nothing was loaded"
             )
-        states = [state[number] for number in sorted(state, key=int)] if self._is_list else [state]
-        for scheduler, one in zip(self._schedulers, states, strict=True):
-            _check_base_lrs(scheduler, one)
+        for scheduler, one in self._pairs(state):
+            _check_num_groups(scheduler, one)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give each scheduler its state.
+
+        Raises:
+            IncompatibleStateError: as `check`; nothing was loaded.
+        """
+        self.check(state)
+        for scheduler, one in self._pairs(state):
+            _say_changed_rates(scheduler, one)
             scheduler.load_state_dict(one)
+
+    def _pairs(self, state: dict[str, Any]) -> Iterable[tuple[Any, dict[str, Any]]]:
+        states = [state[number] for number in sorted(state, key=int)] if self._is_list else [state]
+        return zip(self._schedulers, states, strict=True)
 
     def set_learning_rates(self) -> None:
         """Put the learning rates that the schedulers arrived at into their optimizers, whose state was not loaded."""
@@ -46,15 +59,23 @@ class SchedulerState:
                     group["lr"] = rate
 
 
-def _check_base_lrs(scheduler: Any, state: dict[str, Any]) -> None:
+def _base_lrs(scheduler: Any, state: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the stored ones and those here; none if either side does not have them."""
     stored, here = state.get("base_lrs"), getattr(scheduler, "base_lrs", None)
-    if not isinstance(stored, list) or not isinstance(here, list):
-        return
+    return (stored, here) if isinstance(stored, list) and isinstance(here, list) else ([], [])
+
+
+def _check_num_groups(scheduler: Any, state: dict[str, Any]) -> None:
+    stored, here = _base_lrs(scheduler, state)
     if len(stored) != len(here):
         raise IncompatibleStateError(
-            f"the checkpoint's scheduler has {len(stored)} parameter groups (base_lrs {stored}), this one {len(here)}. "
-            "Leave the scheduler out by keys_not_to_resume, or use as many groups."
+            f"the checkpoint's scheduler has {len(stored)} parameter groups (base_lrs {stored}), this one {len(here)}; "
+            "nothing was loaded. Leave the scheduler out by keys_not_to_resume, or use as many groups."
         )
+
+
+def _say_changed_rates(scheduler: Any, state: dict[str, Any]) -> None:
+    stored, here = _base_lrs(scheduler, state)
     if list(map(float, stored)) != list(map(float, here)):
         logger.warning(
             "the scheduler goes on with the checkpoint's base_lrs %s, not with the configured %s", stored, here

@@ -42,6 +42,8 @@ class Capabilities:
         removes_many: ``rm`` of a list removes up to a thousand objects in one request.
         copies: ``cp_file`` copies within the store, so that nothing passes through this machine.
         multipart: It speaks S3's multipart uploads, through ``call_s3``.
+        matches_tags: ``info`` tells the object's ``ETag``, and ``pipe_file`` takes it as ``IfMatch``: then it replaces
+            nothing else. A store may still ignore that.
         takes_crc32c: ``pipe_file`` takes the content's CRC32C, which the store then compares with what arrived.
     """
 
@@ -62,6 +64,7 @@ class Capabilities:
     removes_many: bool = False
     copies: bool = False
     multipart: bool = False
+    matches_tags: bool = False
     takes_crc32c: bool = False
 
     def threads_for(self, max_concurrency: int | None) -> int:
@@ -79,6 +82,7 @@ _BY_PACKAGE: Mapping[str, Capabilities] = {
         removes_many=True,
         copies=True,
         multipart=True,
+        matches_tags=True,
         takes_crc32c=True,
     ),
     "gcsfs": replace(_OBJECT_STORE, copies=True),

@@ -142,21 +142,25 @@ def test_two_jobs_that_save_the_same_iteration_at_the_same_time_are_told_or_whol
     assert outcomes.count((1, 0)) + outcomes.count((0, 1)) > len(outcomes) // 3, outcomes
 
 
-@pytest.mark.parametrize(("mine", "others"), [(30, 20), (20, 30)])
-def test_two_jobs_that_save_different_iterations_stay_whole(mine: int, others: int) -> None:
+@pytest.mark.parametrize("prepare", [_nothing, _leftovers])
+@pytest.mark.parametrize(("mine", "others"), [(40, 30), (30, 40)])
+def test_two_jobs_that_save_different_iterations_stay_whole_and_the_pointer_names_the_later(
+    mine: int, others: int, prepare: Callable[[MemoryStore], None]
+) -> None:
     one, other = make_job(1, 2), make_job(2, 2)
-    num_commands = _num_commands(mine, _nothing)
+    num_commands = _num_commands(mine, prepare)
     for nth in range(1, num_commands + 1):
         store = MemoryStore()
+        prepare(store)
         interrupt = Between(nth, lambda store=store: _checkpointer(store).save(*other.parts, others))
         _checkpointer(store, interrupt).save(*one.parts, mine)
         _assert_whole_or_uncommitted(store, {mine: [one], others: [other]})
         catalog = Catalog(store.below("job"))
-        assert catalog.iterations() == [20, 30]
-        # Before the very last write, that of the pointer, no store can tell what another one has just written.
-        assert catalog.pointee() == 30 or nth == num_commands
+        assert catalog.iterations()[-2:] == [30, 40]
+        assert catalog.pointee() == 40, f"interrupted before command {nth} of {num_commands}"
         latest = catalog.latest()
         assert latest is not None
+        assert latest.iteration == 40
         store.close()
 
 
