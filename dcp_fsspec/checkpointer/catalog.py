@@ -207,7 +207,8 @@ class Catalog(Contents):
                 try:
                     self.remove(iteration)
                 except DcpFsspecError as error:
-                    logger.warning("iteration %d could not be pruned, it will be tried again: %s", iteration, error)
+                    # Once its record is gone it no longer counts, so no later run finds it again.
+                    logger.warning("iteration %d could not be pruned, a sweep removes the rest: %s", iteration, error)
                     continue
             removed.append(iteration)
         return removed
@@ -238,10 +239,17 @@ class Catalog(Contents):
         except DcpFsspecError as error:
             logger.warning("%s: leftovers of a failed save stay: %s", folder.url, error)
 
-    def sweep(self, *, protected: Iterable[int] = (), dry_run: bool = False) -> dict[int, int]:
+    def sweep(
+        self, *, protected: Iterable[int] = (), before: float | None = None, dry_run: bool = False
+    ) -> dict[int, int]:
         """Remove what crashed saves and interrupted removals have left.
 
         Do not call it while another process saves here: a save that is not yet committed looks the same.
+
+        Args:
+            protected: Iterations to leave alone.
+            before: Leave `temporaries` alone that were written later than this; seconds since 1970.
+            dry_run: Only say what would go.
 
         Returns:
             By iteration, how many bytes it held.
@@ -259,6 +267,8 @@ class Catalog(Contents):
             if not dry_run:
                 self._remove(folder, files)
             swept[iteration] = sum(files.values())
+        if not dry_run:
+            self.store.remove(self.temporaries(before))
         return swept
 
     def discard_save(self, iteration: int, save_ids: Mapping[str, str]) -> None:

@@ -72,6 +72,19 @@ class Contents:
         """Return the iteration that the pointer names, None if it names none."""
         return layout.iteration_of(self.pointer() or "")
 
+    def temporaries(self, before: float | None = None) -> list[str]:
+        """Return the names of files that a crash while the pointer moved has left, or that are just being written.
+
+        Args:
+            before: Only those that were written before; seconds since 1970. None: all.
+        """
+        names = [name for name, is_folder in self.store.list_folder().items() if not is_folder]
+        found = sorted(filter(layout.is_temporary_pointer, names))
+        if before is None or not found:
+            return found
+        times = {name: when for name, (_, when) in self.store.list_times().items()}
+        return [name for name in found if (when := times.get(name)) is not None and when <= before]
+
     def record(self, iteration: int) -> CommitRecord | None:
         """Return the commit record of `iteration`, None if there is none that can be read as one."""
         if iteration in self._records:

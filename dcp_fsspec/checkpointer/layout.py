@@ -26,6 +26,7 @@ STANDARD_COMPONENTS = (MODEL, OPTIM, SCHEDULER, TRAINER)
 
 _ITERATION = re.compile(r"iter_(\d{9}|[1-9]\d{9,17})")
 _FOREIGN_FOLDER = re.compile(r"step-(\d{1,18})")
+_TEMPORARY_POINTER = re.compile(re.escape(POINTER_NAME) + r"\.tmp-[0-9a-f]{8}")
 _OWN_SHARD = re.compile(r"__\d+_\d+_[0-9a-f]{8}\.distcp")
 _COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}")
 
@@ -51,6 +52,11 @@ def iteration_told_by(name: str) -> int | None:
     """Return the iteration that the name of a folder tells, also one of torchtitan's ``step-500``."""
     foreign = _FOREIGN_FOLDER.fullmatch(name)
     return int(foreign[1]) if foreign else iteration_of(name)
+
+
+def is_temporary_pointer(name: str) -> bool:
+    """Tell whether a file is a pointer that was being written, and never got its name if its process has died."""
+    return _TEMPORARY_POINTER.fullmatch(name) is not None
 
 
 def is_of_save(name: str, save_id: str) -> bool:

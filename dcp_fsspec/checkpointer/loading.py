@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -142,7 +142,7 @@ class Loader:
                 self._check(components[name], opened[name], values)
             for name, one in opened.items():
                 values = loaded[name] if name in loaded else self._read(one)
-                states[name] = self._restore(components[name], one, values)
+                states[name] = self._restore(components[name], one, values, list(states))
                 report.components[name] = one.matched.report
         except BaseException:
             for name, component in components.items():
@@ -207,11 +207,20 @@ class Loader:
     def _check(self, component: Component, opened: _Opened, values: Mapping[str, Any]) -> None:
         self._group.agree(lambda: component.check(values, opened.metadata, opened.prefix or ""), opened.doing)
 
-    def _restore(self, component: Component, opened: _Opened, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _restore(
+        self, component: Component, opened: _Opened, values: Mapping[str, Any], before: Sequence[str]
+    ) -> dict[str, Any]:
         begin = time.monotonic()
-        state: dict[str, Any] = self._group.agree(
-            lambda: component.restore(values, opened.matched, opened.metadata, opened.prefix or ""), opened.doing
-        )
+        try:
+            state: dict[str, Any] = self._group.agree(
+                lambda: component.restore(values, opened.matched, opened.metadata, opened.prefix or ""), opened.doing
+            )
+        except IncompatibleStateError as error:
+            if not before:
+                raise
+            raise IncompatibleStateError(
+                f"{error}; {', '.join(before)} of the checkpoint have been loaded already, do not train on that"
+            ) from error
         opened.matched.report.seconds += time.monotonic() - begin
         return state
 

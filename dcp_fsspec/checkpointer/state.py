@@ -1,8 +1,9 @@
 """The components of a job's state: what each hands to a save, what it asks of a checkpoint, how it takes it back."""
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -227,6 +228,12 @@ class OptimizerComponent(Component):
 
     def restore(self, loaded: Mapping[str, Any], matched: Match, metadata: Metadata, prefix: str) -> dict[str, Any]:
         """Put state and hyperparameters into the optimizers; a parameter without stored state begins afresh."""
+        with _without_steps(one for _, optimizers in self._pairs for one in optimizers):
+            whole = self._restore(loaded, prefix)
+        self._forget({parameter_of(key) for key in matched.report.missing if key.startswith(_STATE)}, matched.report)
+        return whole
+
+    def _restore(self, loaded: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         parts = self._parts()
         names = self._renaming(parts).to_checkpoint
         whole: dict[str, Any] = {}
@@ -237,7 +244,6 @@ class OptimizerComponent(Component):
             except (RuntimeError, KeyError, TypeError, ValueError) as error:
                 raise IncompatibleStateError(f"the optimizer did not take the stored state: {error}") from error
             whole |= own
-        self._forget({parameter_of(key) for key in matched.report.missing if key.startswith(_STATE)}, matched.report)
         return whole
 
     def _forget(self, parameters: set[str], report: ComponentReport) -> None:
@@ -248,6 +254,20 @@ class OptimizerComponent(Component):
                 for one in optimizers:
                     if _own_name(model, name) in parameters and parameter in one.state:
                         del one.state[parameter]
+
+
+@contextlib.contextmanager
+def _without_steps(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Let torch take no more steps to make up state: what has none by now needs none, and a step may write weights."""
+    stateless = [(one, vars(one).get("step")) for one in optimizers if not one.state]
+    for one, _ in stateless:
+        vars(one)["step"] = lambda *_args, **_kwargs: None
+    try:
+        yield
+    finally:
+        for one, step in stateless:
+            vars(one).pop("step")
+            vars(one).update({"step": step} if step is not None else {})
 
 
 class StatefulComponent(Component):

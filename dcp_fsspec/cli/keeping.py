@@ -131,7 +131,7 @@ def sweep(root: str, older_than: float, dry_run: bool, yes: bool, options_: tupl
         return
     for iteration, num_bytes in report.iterations.items():
         output.show(f"{layout.folder_of(iteration)}  {output.size(num_bytes)}")
-    output.show(*(f"open upload of {path}" for path in report.uploads))
+    output.show(*report.files, *(f"open upload of {path}" for path in report.uploads))
     for iteration in report.too_young:
         output.note(f"{layout.folder_of(iteration)} is not committed, and too young to go")
     _say(f"{len(report.iterations)} iterations and {len(report.uploads)} open uploads", dry_run)

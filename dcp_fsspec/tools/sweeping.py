@@ -12,17 +12,19 @@ class SweepReport:
 
     Attributes:
         iterations: By uncommitted iteration, the bytes that it held.
+        files: Pointers that were being written when a process died.
         uploads: Paths of multipart uploads that were begun and never completed.
         too_young: Uncommitted iterations that stay, since something was written to them lately.
     """
 
     iterations: dict[int, int] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)
     too_young: list[int] = field(default_factory=list)
 
 
 def sweep(catalog: Catalog, *, before: float | None = None, dry_run: bool = False) -> SweepReport:
-    """Remove uncommitted iterations and open uploads.
+    """Remove uncommitted iterations, temporary pointers and open uploads.
 
     Args:
         catalog: The folder.
@@ -38,7 +40,8 @@ def sweep(catalog: Catalog, *, before: float | None = None, dry_run: bool = Fals
         young = before is not None and (entry.last_write is None or entry.last_write > before)
         if entry.iteration is not None and not entry.committed and young:
             report.too_young.append(entry.iteration)
-    report.iterations = catalog.sweep(protected=report.too_young, dry_run=dry_run)
+    report.files = catalog.temporaries(before)
+    report.iterations = catalog.sweep(protected=report.too_young, before=before, dry_run=dry_run)
     for path, upload_id, begun in catalog.store.open_uploads():
         if before is not None and (begun is None or begun > before):
             continue

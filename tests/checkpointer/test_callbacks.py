@@ -37,7 +37,7 @@ def test_hooks_of_a_save(tmp_path: Path) -> None:
     assert arguments["on_save_checkpoint_end"] == {"args": (), "model": None, "iteration": 5}
 
 
-def test_hooks_of_a_load(tmp_path: Path) -> None:
+def test_h43_hooks_of_a_load_hear_of_every_component(tmp_path: Path) -> None:
     job, recorder = make_job(), Recorder()
     checkpointer = DistributedCheckpointer(str(tmp_path), callbacks=[recorder])
     assert checkpointer.load(*job.parts) == 0
@@ -52,7 +52,6 @@ def test_hooks_of_a_load(tmp_path: Path) -> None:
     assert recorder.hooks == ["on_load_checkpoint_start", "on_load_checkpoint", "on_load_checkpoint_end"]
     end = {"args": (job.model,), "iteration": 5, "checkpoint_path": f"{tmp_path}/iter_000000005"}
     assert recorder.calls[-1][1] == end
-    # h43: all components, not the last one alone.
     restored = recorder.calls[1][1]["state_dict"]
     assert list(restored) == ["model", "optim", "scheduler", "trainer"]
     assert_bits_equal(dict(restored["model"]), dict(job.model.state_dict()))

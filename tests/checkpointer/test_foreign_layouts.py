@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from dcp_fsspec import Catalog, CheckpointNotFoundError, DistributedCheckpointer, IncompatibleStateError, ResumeConfig
 from dcp_fsspec.storage import metadata
 from support.stores import S3Store
 from support.tensors import assert_bits_equal, blank_like, random_tensor
-from support.training import FLAT, Job, assert_same, make_job, save_by_cosmos_rules, stock_load, stock_save
+from support.training import FLAT, Job, Net, assert_same, make_job, save_by_cosmos_rules, stock_load, stock_save
 
 
 def test_a_job_goes_on_from_what_cosmos_wrote(tmp_path: Path) -> None:
@@ -221,30 +222,49 @@ def test_a_component_alone_can_be_moved_and_read_elsewhere(tmp_path: Path) -> No
         typo.load(fresh.model)
 
 
-def test_pre_2_4_keys_of_python_state_load(tmp_path: Path) -> None:
-    """Written by torch up to 2.3, a dict without tensors is one entry."""
-    from torch.distributed.checkpoint import _version
+class Values:
+    """A component of any state."""
 
-    job = make_job(num_steps=2)
-    values = {"ep": {"n": 4, "deep": {"x": [1, 2]}}, "t": {"w": random_tensor(3)}}
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
+
+
+def _save_by_torch_2_3(root: Path, job: Job, values: dict[str, Any]) -> None:
+    """Up to then, a dict without tensors was one entry."""
     _version._derived_version = "2_3"
     try:
-        save_by_cosmos_rules(tmp_path, 5, job, extra={"values": values})
+        save_by_cosmos_rules(root, 5, job, extra={"values": values})
     finally:
         _version._derived_version = None
 
-    class Values:
-        def __init__(self) -> None:
-            self.values: dict[str, Any] = {}
 
-        def state_dict(self) -> dict[str, Any]:
-            return self.values
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.values = state
-
+@pytest.mark.parametrize("strict", [True, False])
+def test_b35_keys_of_torch_before_2_4_load_and_are_saved_by_the_rules_of_now(tmp_path: Path, strict: bool) -> None:
+    job, resume = make_job(num_steps=2), ResumeConfig(strict_resume=strict)
+    values = {"ep": {"n": 4, "deep": {"x": [1, 2]}}, "t": {"w": random_tensor(3)}}
+    _save_by_torch_2_3(tmp_path / "job", job, values)
     fresh, loaded = make_job(seed=1, lr=9.0), Values()
-    assert DistributedCheckpointer(str(tmp_path), components={"values": loaded}).load(*fresh.parts) == 5
+    url = str(tmp_path / "job")
+    checkpointer = DistributedCheckpointer(url, components={"values": loaded}, resume=resume)
+    assert checkpointer.load(*fresh.parts) == 5
     assert_same(fresh, job.state())
+    assert fresh.optimizer.param_groups[0]["lr"] == job.optimizer.param_groups[0]["lr"]
     assert_bits_equal(loaded.values, values)
+    checkpointer.save(*fresh.parts, 6)
+    stored = dcp.FileSystemReader(f"{url}/iter_000000006/values").read_metadata().state_dict_metadata
+    assert {"ep.n", "t.w"} <= set(stored)
+
+
+def test_h51_torchs_rules_of_flattening_are_those_of_now_after_a_load_of_old_keys_that_was_refused(
+    tmp_path: Path,
+) -> None:
+    _save_by_torch_2_3(tmp_path, make_job(num_steps=2), {"ep": {"n": 4}})
+    with pytest.raises(IncompatibleStateError):
+        DistributedCheckpointer(str(tmp_path)).load(*make_job(model=Net(width=5)).parts)
     assert _version._derived_version is None

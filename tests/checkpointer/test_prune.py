@@ -20,8 +20,9 @@ from dcp_fsspec import (
     UncommittedCheckpointError,
 )
 from dcp_fsspec.testing.faults import Drop, Fail, FaultyFileSystem
+from dcp_fsspec.tools.sweeping import sweep as run_sweep
 from support.faultproxy import FaultProxy
-from support.stores import MemoryStore, S3Store
+from support.stores import FolderStore, MemoryStore, S3Store
 from support.training import Job, assert_same, make_job, write_iteration
 
 KEEP = KeepLatest(1)
@@ -39,7 +40,7 @@ def _fill(store: MemoryStore, iterations: tuple[int, ...] = (10, 20, 30)) -> dic
 
 
 @pytest.mark.parametrize("pointee", [30, 10])
-def test_a_crash_at_every_delete_leaves_the_kept_ones_whole_and_no_half_one(pointee: int) -> None:
+def test_b25_a_crash_at_every_delete_leaves_the_kept_ones_whole_and_no_half_one(pointee: int) -> None:
     kept = {30, pointee}
     for nth in itertools.count(1):
         store = MemoryStore()
@@ -87,7 +88,7 @@ def _assert_sound(store: MemoryStore, jobs: dict[int, Job], kept: set[int], poin
     return committed
 
 
-def test_an_iteration_that_cannot_be_removed_is_named_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_b25_an_iteration_that_cannot_be_removed_is_named_and_swept_later(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     _fill(store)
     faulty = FaultyFileSystem(fsspec.filesystem("memory"))
@@ -111,7 +112,7 @@ def test_a_store_that_only_pretends_to_delete_is_found_out() -> None:
         Catalog(store.below("job"), filesystem=faulty).remove(10)
 
 
-def test_what_the_pointer_names_and_what_is_protected_stays() -> None:
+def test_b25_what_the_pointer_names_and_what_is_protected_stays() -> None:
     store = MemoryStore()
     _fill(store, (10, 20, 30, 40))
     store.raw_write("job/latest_checkpoint.txt", b"iter_000000010\n")
@@ -124,7 +125,7 @@ def test_what_the_pointer_names_and_what_is_protected_stays() -> None:
         catalog.remove(10)
 
 
-def test_incomplete_ones_neither_count_nor_go_and_a_sweep_removes_them_alone() -> None:
+def test_b25_incomplete_ones_neither_count_nor_go_and_a_sweep_removes_them_alone() -> None:
     store = MemoryStore()
     _fill(store)
     for iteration in (35, 40):
@@ -137,6 +138,27 @@ def test_incomplete_ones_neither_count_nor_go_and_a_sweep_removes_them_alone() -
     assert catalog.sweep(protected=[40]) == {35: 4 * len(b"shard" + b"metadata")}
     assert catalog.iterations() == [20, 30, 40]
     assert {"job/best/iter_000000001/model/.metadata", "job/iter_5/model/.metadata"} <= set(store.raw_list())
+
+
+@pytest.mark.parametrize("young", [True, False])
+def test_a_pointer_that_was_being_written_goes_with_a_sweep_if_it_is_old_enough(tmp_path: Path, young: bool) -> None:
+    store = FolderStore(tmp_path, str(tmp_path))
+    for iteration in (10, 20):
+        DistributedCheckpointer(str(tmp_path)).save(*make_job().parts, iteration)
+    store.raw_write("latest_checkpoint.txt.tmp-0123abcd", b"iter_0000")
+    kept = {"latest_checkpoint.txt.tmp-mine", "latest_checkpoint.txt.bak", "notes.txt.tmp-0123abcd"}
+    for name in kept:
+        store.raw_write(name, b"not ours")
+    catalog = Catalog(str(tmp_path))
+    assert catalog.latest() == catalog.find(20)
+    when = (tmp_path / "latest_checkpoint.txt.tmp-0123abcd").stat().st_mtime
+    assert run_sweep(catalog, dry_run=True).files == ["latest_checkpoint.txt.tmp-0123abcd"]
+    run_sweep(catalog, before=when - 1 if young else when + 1)
+    left = {name for name in store.raw_list() if "/" not in name} - kept
+    assert left == {"latest_checkpoint.txt", *(["latest_checkpoint.txt.tmp-0123abcd"] if young else [])}
+    Catalog(str(tmp_path)).sweep()
+    assert {name for name in store.raw_list() if "/" not in name} == {"latest_checkpoint.txt", *kept}
+    assert catalog.iterations() == [10, 20]
 
 
 def test_sweep_removes_folders_that_are_empty_on_a_disk(tmp_path: Path) -> None:
@@ -174,7 +196,7 @@ def test_names_with_special_characters_are_removed_on_s3(store: S3Store, folder:
     assert left == {f"{neighbour}/iter_000000010/model/.metadata"}
 
 
-def test_files_go_in_few_requests_where_the_store_removes_many_at_once(
+def test_b25_files_go_in_few_requests_where_the_store_removes_many_at_once(
     proxied_store: S3Store, proxy: FaultProxy
 ) -> None:
     write_iteration(proxied_store, "job/iter_000000010")
@@ -190,7 +212,7 @@ def test_files_go_in_few_requests_where_the_store_removes_many_at_once(
     assert len(deletes) <= 4  # record, marks, a thousand files, the rest
 
 
-def test_retention_of_a_checkpointer_never_fails_a_save(caplog: pytest.LogCaptureFixture) -> None:
+def test_b25_retention_of_a_checkpointer_never_fails_a_save(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     store = MemoryStore()
     faulty = FaultyFileSystem(fsspec.filesystem("memory"))

@@ -214,6 +214,77 @@ def test_h36_a_missing_object_is_named_before_anything_is_loaded(tmp_path: Path,
     assert_bits_equal(dict(fresh.model.state_dict()), before["model"])
 
 
+def test_h36_a_missing_scaler_is_said_and_the_iteration_is_loaded_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, fresh = make_job(num_steps=2), make_job(1)
+    DistributedCheckpointer(str(tmp_path)).save(*job.parts, 7)
+    assert DistributedCheckpointer(str(tmp_path)).load(fresh.model, fresh.optimizer, fresh.scheduler, None) == 7
+    assert "the job has none; it is left out" in caplog.text
+    fresh.grad_scaler = job.grad_scaler
+    assert_same(fresh, job.state())
+
+
+class MasterSGD(torch.optim.SGD):
+    """Keeps weights of full precision beside its state, where no state dict finds them."""
+
+    def __init__(self, parameters: Any, lr: float, has_state: bool) -> None:
+        super().__init__(parameters, lr=lr)
+        self.has_state = has_state
+        self.master = [one.detach().float().clone() for one in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        for parameter, master in zip(parameters, self.master, strict=True):
+            if self.has_state:
+                self.state[parameter]["num_steps"] = self.state[parameter].get("num_steps", torch.tensor(0.0)) + 1
+            master -= self.param_groups[0]["lr"] * parameter.grad.float()
+            parameter.copy_(master)
+
+
+class Master:
+    """A component of what `MasterSGD` keeps beside."""
+
+    def __init__(self, optimizer: MasterSGD) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(number): master for number, master in enumerate(self.optimizer.master)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for number, master in enumerate(self.optimizer.master):
+            master.copy_(state[str(number)])
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_h30_master_weights_beside_an_optimizers_state_come_back_as_a_component(
+    tmp_path: Path, has_state: bool
+) -> None:
+    def job(seed: int) -> tuple[torch.nn.Linear, MasterSGD, dict[str, Any]]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(4, 3).bfloat16()
+        optimizer = MasterSGD(model.parameters(), 1e-4, has_state)
+        return model, optimizer, {"components": {"master": Master(optimizer)}}
+
+    def train(model: torch.nn.Linear, optimizer: MasterSGD) -> None:
+        for step in range(20):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), float(step), dtype=torch.bfloat16)).square().mean().backward()
+            optimizer.step()
+
+    model, optimizer, components = job(0)
+    train(model, optimizer)
+    DistributedCheckpointer(str(tmp_path), **components).save(model, optimizer, None, None, 20)
+    fresh, fresh_optimizer, components = job(1)
+    assert DistributedCheckpointer(str(tmp_path), **components).load(fresh, fresh_optimizer) == 20
+    assert_bits_equal(fresh_optimizer.master, optimizer.master)
+    for one in ((model, optimizer), (fresh, fresh_optimizer)):
+        train(*one)
+    assert_bits_equal(fresh_optimizer.master, optimizer.master)
+    assert_bits_equal(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
 def test_a_job_without_optimizer_and_scheduler_resumes_without_them(tmp_path: Path) -> None:
     job = make_job()
     DistributedCheckpointer(str(tmp_path)).save(job.model, None, None, None, 8)

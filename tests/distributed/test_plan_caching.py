@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor import Shard
 
-from dcp_fsspec import FsspecStorageReader, FsspecStorageWriter
+from dcp_fsspec import DistributedCheckpointer, FsspecStorageReader, FsspecStorageWriter
 from support.ranks import RankPool, values
 from support.tensors import assert_bits_equal, random_tensor
+from support.training import assert_same, make_job
 from support.worlds import Layout, assert_holds, laid_out
 
 pytestmark = pytest.mark.distributed
@@ -203,3 +204,39 @@ def test_kept_plans_work_without_ranks(tmp_path: Path) -> None:
         dcp.load(loaded, storage_reader=FsspecStorageReader(tmp_path / name))
         assert_bits_equal(loaded, state)
     _forget_plans()
+
+
+def _save_often(rank: int, url: str) -> list[int]:
+    """Return how often plans of all ranks have been made, after each save."""
+    made = []
+    original = DefaultSavePlanner.create_global_plan
+
+    def counted(self: DefaultSavePlanner, all_plans: Any) -> Any:
+        made.append(len(all_plans))
+        return original(self, all_plans)
+
+    job, counts = make_job(num_steps=1), []
+    checkpointer = DistributedCheckpointer(url)
+    DefaultSavePlanner.create_global_plan = counted  # type: ignore[method-assign]
+    try:
+        for iteration in (1, 2, 3):
+            checkpointer.save(*job.train(1).parts, iteration)
+            counts.append(len(made))
+        job = make_job(seed=3, num_steps=1, model=torch.nn.Sequential(torch.nn.Linear(4, 2)))
+        checkpointer.save(*job.parts, 4)
+        counts.append(len(made))
+    finally:
+        DefaultSavePlanner.create_global_plan = original  # type: ignore[method-assign]
+    fresh = make_job(seed=4, model=torch.nn.Sequential(torch.nn.Linear(4, 2)))
+    assert checkpointer.load(*fresh.parts) == 4
+    assert_same(fresh, job.state())
+    return counts
+
+
+def test_h28_a_job_plans_its_components_once_and_again_when_they_have_changed(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    coordinator, other = values(two_ranks.run(_save_often, str(tmp_path)))
+    # Four components; then another model with its optimizer, while scheduler and trainer are as before.
+    assert coordinator == [4, 4, 4, 6]
+    assert other == [0, 0, 0, 0]

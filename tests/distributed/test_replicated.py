@@ -41,7 +41,7 @@ def _bytes_by_rank(folder: Path) -> Counter[int]:
 
 
 @pytest.mark.parametrize("kind", ["many", "one"])
-def test_a_replicated_state_is_written_once_and_no_rank_writes_much_more_than_its_share(
+def test_h29_a_replicated_state_is_written_once_and_no_rank_writes_much_more_than_its_share(
     kind: str, four_ranks: RankPool, tmp_path: Path
 ) -> None:
     values(four_ranks.run(_save, str(tmp_path), kind, False))

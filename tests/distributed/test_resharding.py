@@ -204,7 +204,7 @@ def _ranks_with_files(folder: Path) -> list[int]:
     return sorted(rank_of_file(name) for name in names)
 
 
-def test_a_rank_with_nothing_to_write_writes_no_file(four_ranks: RankPool, tmp_path: Path) -> None:
+def test_h27_a_rank_with_nothing_to_write_writes_no_file(four_ranks: RankPool, tmp_path: Path) -> None:
     """B13: fewer rows than ranks. The last ranks' empty shards are one item to DCP, which one of them may write."""
     values(four_ranks.run(_save_few_rows, str(tmp_path)))
     assert _ranks_with_files(tmp_path / "rank_2") == [2]
