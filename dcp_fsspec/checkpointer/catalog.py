@@ -188,7 +188,9 @@ class Catalog(Contents):
     def prune(self, policy: RetentionPolicy, *, protected: Iterable[int] = (), dry_run: bool = False) -> list[int]:
         """Remove the committed iterations that `policy` does not keep, and return which.
 
-        Never what the pointer names, never one of `protected`. Incomplete ones neither count nor go; see `sweep`.
+        Never what the pointer names, never one of `protected`. Incomplete ones neither count nor go; see `sweep`. Nor
+        do those beyond the pointer, from which no job goes on: one that went back replaces them, or counts them once
+        it has come past.
 
         Args:
             policy: What to keep.
@@ -197,6 +199,8 @@ class Catalog(Contents):
         """
         committed = [one for one in map(self._committed, self.iterations()) if one is not None]
         pointee = self.pointee()
+        if pointee is not None and self._is_committed(pointee):
+            committed = [one for one in committed if one.iteration <= pointee]
         kept = policy.keep(committed) | set(protected) | ({pointee} if pointee is not None else set())
         goes = [one.iteration for one in committed if one.iteration not in kept]
         if pointee is None and goes and goes == [one.iteration for one in committed]:

@@ -333,9 +333,10 @@ class DistributedCheckpointer:
 
     def _go_back(self) -> None:
         """Move the pointer back to where the user went back to, before anything newer is replaced."""
-        iteration, self._gone_back_to = self._gone_back_to, None
+        iteration = self._gone_back_to
         if iteration is not None:
             self._group.decide(lambda: self.catalog.advance(iteration, backward=True))
+        self._gone_back_to = None
 
     def maybe_wait_for_staging(self) -> None:
         """Wait until the state may be changed again after a `save` without `wait_for_staging`. Not collective."""

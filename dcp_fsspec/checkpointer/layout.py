@@ -24,8 +24,8 @@ TRAINER = "trainer"
 STANDARD_COMPONENTS = (MODEL, OPTIM, SCHEDULER, TRAINER)
 """In the order in which they are written."""
 
-_ITERATION = re.compile(r"iter_(\d{9}|[1-9]\d{9,17})")
-_FOREIGN_FOLDER = re.compile(r"step-(\d{1,18})")
+_ITERATION = re.compile(r"iter_(\d{9}|[1-9]\d{9,17})", re.ASCII)
+_FOREIGN_FOLDER = re.compile(r"step-(\d{1,18})", re.ASCII)
 _TEMPORARY_POINTER = re.compile(re.escape(POINTER_NAME) + r"\.tmp-[0-9a-f]{8}")
 _OWN_SHARD = re.compile(r"__\d+_\d+_[0-9a-f]{8}\.distcp")
 _COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}")

@@ -1,7 +1,7 @@
 """Which iterations to keep: small policies that compose.
 
-A policy sees the committed iterations only, and what it does not keep may go. The checkpointer never removes the
-iteration that the pointer names, nor one that is being written.
+A policy sees the committed iterations only, up to the one that the pointer names; what it does not keep may go. The
+checkpointer never removes the iteration that the pointer names, nor one that is being written.
 """
 
 from collections.abc import Mapping, Sequence

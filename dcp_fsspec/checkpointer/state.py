@@ -48,9 +48,11 @@ class Component(Protocol):
         Raises:
             IncompatibleStateError: it does not fit.
         """
+        return
 
     def undo(self) -> None:
         """Take back what `match` had to change. Called when nothing of the component is restored."""
+        return
 
     def restore(self, loaded: Mapping[str, Any], matched: Match, metadata: Metadata, prefix: str) -> dict[str, Any]:
         """Take what was loaded, by name in the checkpoint, and return the state that this makes.

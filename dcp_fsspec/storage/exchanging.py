@@ -198,6 +198,7 @@ def _status(error: BaseException | None) -> int | None:
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
-            return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            status: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return status
         error = error.__cause__
     return None

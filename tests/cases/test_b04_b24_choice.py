@@ -203,7 +203,15 @@ def test_b26_foreign_names_are_passed_over_and_order_is_by_number(
     assert (catalog.iterations(), catalog.latest(), catalog.pointer()) == ([], None, None)
     for iteration in ("iter_000000002", "iter_000000010", "iter_1000000000"):
         write_iteration(store, f"job/{iteration}")
-    for foreign in ("iter_5", "iter_000000011_bak", "best", "xiter_000000012", "iter_0000000013", "iter_-00000014"):
+    for foreign in (
+        "iter_5",
+        "iter_000000011_bak",
+        "best",
+        "xiter_000000012",
+        "iter_0000000013",
+        "iter_-00000014",
+        "iter_\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661\u0665",
+    ):
         store.raw_write(f"job/{foreign}/model/.metadata", b"x")
     store.raw_write("job/iter_000000099", b"a file")
     store.raw_write("job/iter_000000001_bak/commit.json", b"x")

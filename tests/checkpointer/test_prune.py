@@ -11,11 +11,13 @@ import fsspec
 import pytest
 
 from dcp_fsspec import (
+    AnyOf,
     Catalog,
     CheckpointNotFoundError,
     ConfigurationError,
     DcpFsspecError,
     DistributedCheckpointer,
+    KeepBest,
     KeepLatest,
     UncommittedCheckpointError,
 )
@@ -39,7 +41,7 @@ def _fill(store: MemoryStore, iterations: tuple[int, ...] = (10, 20, 30)) -> dic
     return jobs
 
 
-@pytest.mark.parametrize("pointee", [30, 10])
+@pytest.mark.parametrize("pointee", [30, 20])
 def test_b25_a_crash_at_every_delete_leaves_the_kept_ones_whole_and_no_half_one(pointee: int) -> None:
     kept = {30, pointee}
     for nth in itertools.count(1):
@@ -115,14 +117,38 @@ def test_a_store_that_only_pretends_to_delete_is_found_out() -> None:
 def test_b25_what_the_pointer_names_and_what_is_protected_stays() -> None:
     store = MemoryStore()
     _fill(store, (10, 20, 30, 40))
-    store.raw_write("job/latest_checkpoint.txt", b"iter_000000010\n")
     catalog = Catalog(store.below("job"))
-    assert catalog.prune(KEEP, protected=[20], dry_run=True) == [30]
+    assert catalog.prune(KEEP, protected=[20], dry_run=True) == [10, 30]
     assert catalog.iterations() == [10, 20, 30, 40]
-    assert catalog.prune(KEEP, protected=[20]) == [30]
-    assert catalog.iterations() == [10, 20, 40]
-    with pytest.raises(ConfigurationError, match="names iteration 10"):
-        catalog.remove(10)
+    assert catalog.prune(KEEP, protected=[20]) == [10, 30]
+    assert catalog.iterations() == [20, 40]
+    with pytest.raises(ConfigurationError, match="names iteration 40"):
+        catalog.remove(40)
+
+
+def test_iterations_that_a_job_went_back_from_do_not_take_the_place_of_its_own() -> None:
+    store = MemoryStore()
+    for iteration in (10, 20, 30, 40):
+        DistributedCheckpointer(store.below("job")).save(*make_job().parts, iteration)
+    checkpointer = DistributedCheckpointer(store.below("job"), retention=KeepLatest(2))
+    checkpointer.load(*make_job().parts, iteration=20)
+    stays = {25: [20, 25, 30, 40], 28: [25, 28, 30, 40], 35: [30, 35, 40], 45: [40, 45]}
+    for iteration, wanted in stays.items():
+        checkpointer.save(*make_job().parts, iteration)
+        checkpointer.wait()
+        assert checkpointer.catalog.iterations() == wanted
+
+
+def test_the_best_iteration_stays_whether_or_not_it_is_the_latest() -> None:
+    store = MemoryStore()
+    policy = AnyOf(KeepLatest(1), KeepBest(1, "loss"))
+    checkpointer = DistributedCheckpointer(store.below("job"), retention=policy)
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 0.5, 50: 0.7}
+    stays = {10: [10], 20: [20], 30: [20, 30], 40: [40], 50: [40, 50]}
+    for iteration, loss in losses.items():
+        checkpointer.save(*make_job().parts, iteration, metrics={"loss": loss})
+        checkpointer.wait()
+        assert checkpointer.catalog.iterations() == stays[iteration]
 
 
 def test_b25_incomplete_ones_neither_count_nor_go_and_a_sweep_removes_them_alone() -> None:

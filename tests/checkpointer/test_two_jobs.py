@@ -10,8 +10,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from dcp_fsspec import Catalog, DcpFsspecError, DistributedCheckpointer
-from dcp_fsspec.testing.faults import FaultyFileSystem
+from dcp_fsspec import Catalog, DcpFsspecError, DistributedCheckpointer, StorageWriteError
+from dcp_fsspec.testing.faults import Fail, FaultyFileSystem
 from support.stores import MemoryStore
 from support.training import Job, assert_same, make_job
 
@@ -188,6 +188,21 @@ def test_the_pointer_goes_back_with_the_first_save_after_the_user_went_back() ->
     fresh = make_job()
     assert _checkpointer(store).load(*fresh.parts) == 20
     assert_same(fresh, job.state())
+
+
+def test_a_job_that_went_back_does_so_too_when_its_first_save_could_not_move_the_pointer() -> None:
+    store = MemoryStore()
+    for iteration in (10, 20, 30):
+        _checkpointer(store).save(*make_job().parts, iteration)
+    faulty, job = FaultyFileSystem(fsspec.filesystem("memory")), make_job()
+    faulty.inject("pipe_file", Fail(PermissionError("no")), path="*/latest_checkpoint.txt")
+    checkpointer = _checkpointer(store, faulty)
+    checkpointer.load(*job.parts, iteration=10)
+    with pytest.raises(StorageWriteError):
+        checkpointer.save(*job.parts, 15)
+    assert checkpointer.catalog.pointee() == 30
+    checkpointer.save(*job.parts, 18)
+    assert checkpointer.catalog.pointee() == 18
 
 
 def test_a_committed_iteration_is_not_replaced_unless_that_is_allowed() -> None:
