@@ -41,10 +41,18 @@ class RunningJob:
     output: Path
     _forks: Forks
 
-    def kill(self) -> None:
-        """Kill all ranks at once, and wait until they are gone."""
+    def kill(self, *, workers: bool = False) -> None:
+        """Kill all ranks at once, and wait until they are gone.
+
+        Args:
+            workers: Also what they have started in sessions of their own.
+        """
+        below = psutil.Process(self.leader).children(recursive=True) if workers else []
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.leader, signal.SIGKILL)
+        for one in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
         self._forks.reap()
         psutil.wait_procs([psutil.Process(pid) for pid in self.ranks if psutil.pid_exists(pid)])
 
