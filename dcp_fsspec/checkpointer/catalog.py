@@ -197,11 +197,14 @@ class Catalog(Contents):
             protected: Iterations to keep in any case, such as one that is being written or read.
             dry_run: Only say which would go.
         """
+        protected = set(protected)
+        for iteration in protected:
+            self._records.pop(iteration, None)  # It may have been replaced since it was read.
         committed = [one for one in map(self._committed, self.iterations()) if one is not None]
         pointee = self.pointee()
         if pointee is not None and self._is_committed(pointee):
             committed = [one for one in committed if one.iteration <= pointee]
-        kept = policy.keep(committed) | set(protected) | ({pointee} if pointee is not None else set())
+        kept = policy.keep(committed) | protected | ({pointee} if pointee is not None else set())
         goes = [one.iteration for one in committed if one.iteration not in kept]
         if pointee is None and goes and goes == [one.iteration for one in committed]:
             goes = goes[:-1]

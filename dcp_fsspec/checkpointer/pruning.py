@@ -23,12 +23,19 @@ class Pruner:
         self._catalog = catalog
         self._policy = policy
         self._thread: threading.Thread | None = None
+        self._written: set[int] = set()
 
     def start(self, protected: Iterable[int]) -> None:
-        """Begin a run after a commit, unless one is still under way: the next one will do its work."""
+        """Begin a run after a commit, unless one is still under way: the next one will do its work.
+
+        Args:
+            protected: What was written just now, perhaps in the place of an older save.
+        """
+        self._written |= set(protected)
         if self._thread is None or not self._thread.is_alive():
             # Not a daemon: a script that ends waits for the deletes in hand.
-            self._thread = threading.Thread(target=self._run, args=(frozenset(protected),), name="dcp_fsspec_prune")
+            self._thread = threading.Thread(target=self._run, args=(frozenset(self._written),), name="dcp_fsspec_prune")
+            self._written.clear()
             self._thread.start()
 
     def _run(self, protected: frozenset[int]) -> None:

@@ -166,6 +166,24 @@ def test_b25_incomplete_ones_neither_count_nor_go_and_a_sweep_removes_them_alone
     assert {"job/best/iter_000000001/model/.metadata", "job/iter_5/model/.metadata"} <= set(store.raw_list())
 
 
+def test_an_iteration_that_was_replaced_counts_with_the_metrics_of_now() -> None:
+    store = MemoryStore()
+    policy = AnyOf(KeepLatest(2), KeepBest(1, "loss"))
+    checkpointer = DistributedCheckpointer(store.below("job"), retention=policy)
+
+    def save(iteration: int, loss: float) -> None:
+        checkpointer.save(*make_job().parts, iteration, metrics={"loss": loss})
+        checkpointer.wait()
+
+    save(10, 3.0)
+    save(20, 1.0)
+    checkpointer.load(*make_job().parts, iteration=10)
+    save(20, 9.0)
+    save(30, 2.0)
+    save(40, 5.0)
+    assert checkpointer.catalog.iterations() == [30, 40]
+
+
 @pytest.mark.parametrize("young", [True, False])
 def test_a_pointer_that_was_being_written_goes_with_a_sweep_if_it_is_old_enough(tmp_path: Path, young: bool) -> None:
     store = FolderStore(tmp_path, str(tmp_path))

@@ -59,5 +59,5 @@ def test_a_save_asks_little_of_the_store(proxied_store: S3Store, proxy: FaultPro
     count = [one.operation for one in proxy.log]
     checkpointer.finalize()
     # Per component: a look at .metadata, shard file, checksums, .metadata. Then two listings (nothing stands there,
-    # nothing else stands there), the record, a look at the pointer, the pointer.
+    # nothing else stands there), the record, a look at the pointer and at its tag, the pointer.
     assert len(count) <= 4 * 4 + 5 + 4, count
