@@ -80,7 +80,7 @@ def test_sweep_takes_leftovers_that_are_old_enough(store: Store, root: str) -> N
     dated_by_server = not isinstance(store, S3Store) or "moto" not in store.bucket  # Moto dates all of them 2010.
     assert young["uploads"] == [] or not dated_by_server
     found = run(store, "sweep", root, "--older-than", "0", "--json").json
-    assert set(found) == {"url", "dry_run", "iterations", "uploads", "too_young"}
+    assert set(found) == {"url", "dry_run", "iterations", "files", "uploads", "too_young"}
     assert found["iterations"] == {"5": 1000}
     assert found["dry_run"]
     assert _iterations(store) == [1, 2, 3, 4, 5]
