@@ -29,7 +29,7 @@ from dcp_fsspec.errors import (
     UncommittedCheckpointError,
 )
 from dcp_fsspec.storage import metadata
-from dcp_fsspec.storage.exchanging import exchange, guards
+from dcp_fsspec.storage.conditional import exchange, guards
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
 

@@ -9,7 +9,7 @@ Data flows one way::
 ``checksums`` are the two small files beside the shard files; ``safe_pickle`` and ``pickle_scan`` open the first of them
 without running anything, ``byte_items`` does the same for Python values. ``inspecting`` looks around in a checkpoint
 and reads single tensors, ``verifying`` checks all of it. ``filesystem`` is the one way to storage: ``opening`` and
-``location`` read urls, ``capabilities`` says what a store can be trusted with, ``local``, ``moving``, ``streaming`` and
-``exchanging`` do what fsspec cannot, ``retry`` and ``translation`` deal with its errors. Knows nothing of iterations or
-of training.
+``location`` read urls, ``capabilities`` says what a store can be trusted with, ``clients``, ``signing`` and ``direct``
+are the short ways to it, ``local``, ``moving``, ``streaming`` and ``conditional`` do what fsspec cannot, ``retry`` and
+``translation`` deal with its errors. Knows nothing of iterations or of training.
 """

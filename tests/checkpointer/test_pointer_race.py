@@ -14,8 +14,8 @@ import pytest
 
 from dcp_fsspec import Catalog
 from dcp_fsspec.checkpointer import contents
-from dcp_fsspec.storage import exchanging
-from dcp_fsspec.storage.exchanging import exchange
+from dcp_fsspec.storage import conditional
+from dcp_fsspec.storage.conditional import exchange
 from dcp_fsspec.testing.faults import Fail, FaultyFileSystem
 from support.faultproxy import FaultProxy
 from support.stores import FolderStore, MemoryStore, S3Store, Store
@@ -38,16 +38,16 @@ def _fill(store: Store, *iterations: int, pointee: int | None) -> None:
 @contextmanager
 def _meanwhile(monkeypatch: pytest.MonkeyPatch, action: Callable[[], Any]) -> Iterator[None]:
     """Call `action` once, after the next job has read the pointer and before it writes it."""
-    replace = exchanging.Exchange.replace
+    replace = conditional.Exchange.replace
 
-    def interrupted(self: exchanging.Exchange, data: bytes) -> bool:
-        monkeypatch.setattr(exchanging.Exchange, "replace", replace)
+    def interrupted(self: conditional.Exchange, data: bytes) -> bool:
+        monkeypatch.setattr(conditional.Exchange, "replace", replace)
         action()
         return replace(self, data)
 
-    monkeypatch.setattr(exchanging.Exchange, "replace", interrupted)
+    monkeypatch.setattr(conditional.Exchange, "replace", interrupted)
     yield
-    assert exchanging.Exchange.replace is replace, "nothing was replaced"
+    assert conditional.Exchange.replace is replace, "nothing was replaced"
 
 
 @pytest.mark.parametrize("store", WITHOUT_LOCKS, indirect=True)
@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_locked_is_looked_at_once_more(tmp_path: Path, m
     def refuse(*_: Any) -> None:
         raise OSError(9, "as on some network filesystems")
 
-    monkeypatch.setattr(exchanging.fcntl, "flock", refuse)
+    monkeypatch.setattr(conditional.fcntl, "flock", refuse)
     store = FolderStore(tmp_path, str(tmp_path))
     _fill(store, 10, 20, pointee=10)
 
