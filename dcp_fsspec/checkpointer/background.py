@@ -14,12 +14,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_fsspec.checkpointer.catalog import Catalog
 from dcp_fsspec.checkpointer.group import Group
+from dcp_fsspec.checkpointer.layout import folder_of
 from dcp_fsspec.checkpointer.outcome import Outcome
 from dcp_fsspec.checkpointer.saving import IterationWriter, WriteOptions
 from dcp_fsspec.checkpointer.snapshot import Snapshot
 from dcp_fsspec.checkpointer.staging import Stager
 from dcp_fsspec.checkpointer.uploading import run
 from dcp_fsspec.errors import AsyncSaveError, DcpFsspecError
+from dcp_fsspec.storage import tracing
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +32,24 @@ class Staging:
     Args:
         shared: The memory is for another process as well.
         hand_over: What takes the staged snapshot.
+        url: Of the checkpoints, for the trace.
+        options: Of the writer, which say whether there is a trace.
     """
 
-    def __init__(self, *, shared: bool, hand_over: Callable[[Snapshot], None]) -> None:
+    def __init__(self, *, shared: bool, hand_over: Callable[[Snapshot], None], url: str, options: WriteOptions) -> None:
         self.stager = Stager(shared=shared)
         self._hand_over = hand_over
+        self._url, self._trace_folder = url, options.writer.get("trace")
+        self._trace = tracing.OFF
         self._staged: Snapshot | None = None
         self.is_pending = False
         """Whether a snapshot was submitted and is not handed over yet."""
 
     def stage(self, snapshot: Snapshot) -> None:
         """Begin to copy `snapshot`; copies from a GPU go on after this returns."""
-        self._staged = self.stager.stage(snapshot)
+        self._trace = tracing.begin("stage", f"{self._url}/{folder_of(snapshot.iteration)}", self._trace_folder)
+        with self._trace.span("stage"):
+            self._staged = self.stager.stage(snapshot)
 
     def submit(self, *, wait: bool) -> None:
         """Hand the snapshot over: now, or when its copies are complete."""
@@ -58,10 +66,13 @@ class Staging:
 
     def finish(self) -> None:
         """Wait for the copies, and hand the snapshot over if it was submitted."""
-        self.stager.synchronize()
+        with self._trace.span("wait for copies"):
+            self.stager.synchronize()
         if self.is_pending and self._staged is not None:
             snapshot, self._staged, self.is_pending = self._staged, None, False
             self._hand_over(snapshot)
+        self._trace.write()
+        self._trace = tracing.OFF
 
 
 class Deadline:
@@ -167,12 +178,15 @@ class ThreadUploader:
         self._trainers = group
         self._options = options
         self._timeout_seconds = timeout_seconds
-        self._staging = Staging(shared=False, hand_over=self._begin)
+        self._staging = self._make_staging()
         self._writer: IterationWriter | None = None
         self._deadline: Deadline | None = None
         self._upload: _Upload | None = None
         self._make_writer()
         before_threads_end(self._at_exit)
+
+    def _make_staging(self) -> Staging:
+        return Staging(shared=False, hand_over=self._begin, url=self._catalog.url, options=self._options)
 
     def _make_writer(self) -> None:
         # A group of its own: what runs beside the training must not mix with the training's collectives.
@@ -225,7 +239,7 @@ class ThreadUploader:
                 return None
             outcome = upload.give_up()
             # It hangs, with its memory and its group: leave both to it.
-            self._staging = Staging(shared=False, hand_over=self._begin)
+            self._staging = self._make_staging()
             self._writer = None
         elif outcome.error is not None and not is_agreed(outcome.error):
             self._writer = None

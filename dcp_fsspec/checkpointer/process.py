@@ -183,7 +183,7 @@ class ProcessUploader:
             ) from error
         self._catalog, self._group, self._options = catalog, group, options
         self._timeout_seconds = timeout_seconds
-        self._staging = Staging(shared=True, hand_over=self._send)
+        self._staging = Staging(shared=True, hand_over=self._send, url=catalog.url, options=options)
         self._process: UploadProcess | None = None
         self._sent_generation = 0
         self._deadline: Deadline | None = None

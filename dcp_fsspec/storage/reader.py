@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_fsspec.errors import CheckpointNotFoundError, ConfigurationError, DcpFsspecError, StorageReadError
-from dcp_fsspec.storage import checksums, fanout, metadata
+from dcp_fsspec.storage import checksums, fanout, metadata, tracing
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.location import checkpoint_id_text
 from dcp_fsspec.storage.opened import SmallFiles, read_checksums, read_metadata
@@ -58,6 +58,8 @@ class FsspecStorageReader(StorageReader):
         read_once: What several ranks need alike is read by one of them and handed to the others, if all ranks of the
             process group take part in the load. Must be the same on all ranks.
         process_group: The ranks that load together, if not all; as given to ``dcp.load``. Needed for `read_once` only.
+        trace: Path or url of a folder for a trace of each load, one file a rank, which Perfetto shows. Default: what
+            the environment variable ``DCP_FSSPEC_TRACE`` says; without it there is no trace.
 
     Raises:
         ConfigurationError: an argument that cannot work.
@@ -77,6 +79,7 @@ class FsspecStorageReader(StorageReader):
         extension_registry: ExtensionRegistry | None = None,
         read_once: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         self._store = Store(url, storage_options, filesystem, retry_seconds)
@@ -91,6 +94,7 @@ class FsspecStorageReader(StorageReader):
         self._extension_registry = extension_registry or ExtensionRegistry()
         self._read_once = read_once
         self._process_group = process_group
+        self._trace_folder = trace
         self._begin()
 
     @classmethod
@@ -115,6 +119,7 @@ class FsspecStorageReader(StorageReader):
         self._failure: DcpFsspecError | None = None
         self._requests_before = self._store.num_requests
         self._retries_before = self._store.num_retries
+        self._trace = tracing.begin("load", self.checkpoint_id, self._trace_folder)
         self.last_report = ReadReport()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -155,7 +160,8 @@ class FsspecStorageReader(StorageReader):
         deferrable = called_by_dcp_load() and not kwargs
         try:
             rank = kwargs.get("rank")
-            dcp_metadata, crc = read_metadata(self._store, rank, self._files)
+            with self._trace.span("GET", file=metadata.file_name(rank)):
+                dcp_metadata, crc = read_metadata(self._store, rank, self._files)
             self._metadata_crc = crc
             self._fingerprint = crc if rank is None else 0  # Saved without collectives, each rank has its own.
             return dcp_metadata
@@ -182,10 +188,13 @@ class FsspecStorageReader(StorageReader):
             raise self._failure
         self._metadata = metadata
         if self._verify != "off":
-            self._checksums = read_checksums(self._store, metadata, self._metadata_crc, self._files)
+            with self._trace.span("GET", file=checksums.FILE_NAME):
+                self._checksums = read_checksums(self._store, metadata, self._metadata_crc, self._files)
+        self._trace.until_next("plan")  # The planner's part.
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add which ``.metadata`` this rank has read, for the coordinator to compare."""
+        self._trace.until_next("collective")
         return dataclasses.replace(plan, storage_data=self._fingerprint)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -194,6 +203,12 @@ class FsspecStorageReader(StorageReader):
         Raises:
             StorageReadError: the checkpoint was replaced while the ranks opened it, so they hold a mix of two.
         """
+        with self._trace.span("plan", ranks=len(plans)):
+            shared = self._shared_out(plans)
+        self._trace.until_next("collective")
+        return shared
+
+    def _shared_out(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         if len({plan.storage_data for plan in plans}) > 1:
             raise StorageReadError(f"{self._store.url} was replaced by another save while it was opened; load it again")
         if not self._can_share(len(plans)) or self._metadata is None:
@@ -216,6 +231,16 @@ class FsspecStorageReader(StorageReader):
             IncompatibleStateError: a target cannot take what is stored.
             StorageReadError: the store did not deliver, or another rank that reads for this one failed.
         """
+        try:
+            with self._trace.span("read", items=len(plan.items)):
+                self._read_data(plan, planner)
+        finally:
+            self._trace.write()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         begin = time.monotonic()
         assignment = plan.storage_data if isinstance(plan.storage_data, fanout.Assignment) else fanout.Assignment()
         if assignment.shares:
@@ -227,9 +252,6 @@ class FsspecStorageReader(StorageReader):
         report.num_retries = self._store.num_retries - self._retries_before
         report.checksums = "off" if self._verify == "off" else "checked" if self._checksums else "absent"
         self.last_report = report
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> ReadReport:
         if self._metadata is None:
@@ -241,10 +263,11 @@ class FsspecStorageReader(StorageReader):
             whole_files=self._verify == "full",
             trust_pickle=self._trust_pickle,
             extension_registry=self._extension_registry,
+            trace=self._trace,
         )
         threads = self._store.capabilities.threads_for(self._max_concurrency)
         with self._store.stoppable() as stop:
-            transfer = Transfer(threads, self._memory_budget_bytes, stop)
+            transfer = Transfer(threads, self._memory_budget_bytes, stop, self._trace)
             return ItemReader(source, planner, transfer).read(items)
 
     def _read_and_share(
@@ -261,8 +284,9 @@ class FsspecStorageReader(StorageReader):
         except BaseException as error:
             failure = error
         try:
-            left = round_.agree(failure)
-            num_shared = round_.run()
+            with self._trace.span("collective"):
+                left = round_.agree(failure)
+                num_shared = round_.run()
         except fanout.RankFailedError as error:
             raise StorageReadError(f"{self._store.url}: a rank that reads for others failed: {error}") from error
         except RuntimeError as error:

@@ -52,6 +52,7 @@ from dcp_fsspec.storage.report import ReadReport
 from dcp_fsspec.storage.scratch import MAX_SCRATCH_BYTES, Scratch
 from dcp_fsspec.storage.splitting import cut
 from dcp_fsspec.storage.torch_internals import ExtensionRegistry, StorageInfo, StreamTransformExtension
+from dcp_fsspec.storage.tracing import NO_SPAN, OFF, Trace
 from dcp_fsspec.storage.transfer import Job, Transfer
 
 _WHOLE_ITEM_SHARE = 0.95
@@ -76,6 +77,7 @@ class Source:
         whole_files: Read every shard file that is needed at all as a whole, so that all of it can be checked.
         trust_pickle: See `FsspecStorageReader`.
         extension_registry: Torch's registry of stream transforms.
+        trace: Where what the threads do is recorded.
     """
 
     store: Store
@@ -84,6 +86,7 @@ class Source:
     whole_files: bool
     trust_pickle: bool | Sequence[type]
     extension_registry: ExtensionRegistry
+    trace: Trace = OFF
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,12 @@ class ItemReader:
 
     def read(self, items: Sequence[ReadItem]) -> ReadReport:
         """Fill the planner's targets; see `FsspecStorageReader.read_data` for what it raises."""
+        with self._source.trace.span("plan", items=len(items)):
+            wanted = self._wanted(items)
+        self._fetch(wanted)
+        return self._report
+
+    def _wanted(self, items: Sequence[ReadItem]) -> list[Wanted[Consumer]]:
         targets = [self._locate(item) for item in items if not _wants_nothing(item)]
         for item in filter(_wants_nothing, items):
             self._deliver(item, torch.empty(tuple(item.lengths)))
@@ -149,8 +158,7 @@ class ItemReader:
                 wanted.append(Wanted(target.info.relative_path, start, start + target.info.length, consumer))
         if self._source.whole_files:
             wanted.extend(self._rest_of_files(targets))
-        self._fetch(wanted)
-        return self._report
+        return wanted
 
     # Choosing ranges -------------------------------------------------------------------------------------
 
@@ -280,17 +288,20 @@ class ItemReader:
     def _run(self, fetch: Fetch[Consumer], layout: Layout) -> None:
         with self._fetching(fetch):
             layout.fill(_scratch, functools.partial(self._source.store.read_into, fetch.file, fetch.start))
-        layout.hand_over()
+        with self._source.trace.span("copy", items=len(fetch.wanted)):
+            layout.hand_over()
 
     def _run_large(self, fetch: Fetch[Consumer]) -> None:
         with self._fetching(fetch):
             data = self._source.store.read_range(fetch.file, fetch.start, fetch.stop)
-        give(fetch, data)
+        with self._source.trace.span("copy", items=len(fetch.wanted)):
+            give(fetch, data)
 
     @contextlib.contextmanager
     def _fetching(self, fetch: Fetch[Consumer]) -> Iterator[None]:
         try:
-            yield
+            with self._source.trace.span("GET", file=fetch.file, bytes=fetch.num_bytes):
+                yield
         except CheckpointNotFoundError as error:
             where = self._source.store.url_of(fetch.file)
             raise CorruptCheckpointError(f"{where} is missing, it should hold {self._keys(fetch)}: {error}") from error
@@ -374,9 +385,11 @@ class ItemReader:
                 self._report.num_unverified += 1
             return
         name, offset = target.info.relative_path, target.info.offset
-        check_item(
-            self._source.checksums, name, offset, buffers, lambda: self._what(target.item.storage_index.fqn, name)
-        )
+        # Of small items there are too many to look at.
+        with self._source.trace.span("checksum") if target.info.length >= MIN_LANDING_BYTES else NO_SPAN:
+            check_item(
+                self._source.checksums, name, offset, buffers, lambda: self._what(target.item.storage_index.fqn, name)
+            )
         with self._planner_lock:
             self._report.num_verified += 1
 

@@ -6,6 +6,7 @@
 import dataclasses
 import errno
 import logging
+import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ from dcp_fsspec.errors import (
     StorageWriteError,
     UnsafeCheckpointError,
 )
-from dcp_fsspec.storage import checksums, metadata
+from dcp_fsspec.storage import checksums, metadata, tracing
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.framing import is_framed_in_place
 from dcp_fsspec.storage.location import checkpoint_id_text
@@ -49,6 +50,7 @@ class SaveOptions:
     memory_budget_bytes: int
     overwrite: bool
     extensions: Sequence[StreamTransformExtension]
+    trace: str | os.PathLike[str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Save:
     def __init__(self, store: Store, options: SaveOptions) -> None:
         self.store = store
         self.report = SaveReport()
+        self.trace = tracing.begin("save", self.url, options.trace)
         self._options = options
         self._threads = store.capabilities.threads_for(options.max_concurrency)
         self._shard_bytes = options.shard_bytes or store.capabilities.shard_bytes
@@ -104,6 +107,7 @@ class Save:
     def set_up(self, *, is_coordinator: bool, rank: int | None, use_collectives: bool) -> None:
         """Learn this rank's part."""
         self._is_coordinator, self._rank, self._use_collectives = is_coordinator, rank, use_collectives
+        self.trace.until_next("plan")  # The planner's part.
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Cut what is large; on the coordinator also look what stands at the url.
@@ -112,6 +116,12 @@ class Save:
             CheckpointExistsError: a checkpoint does, and overwriting is not allowed.
             StorageReadError: that could not be found out.
         """
+        with self.trace.span("plan", items=len(plan.items)):
+            plan = self._prepared(plan)
+        self.trace.until_next("collective")
+        return plan
+
+    def _prepared(self, plan: SavePlan) -> SavePlan:
         if self._is_coordinator or not self._use_collectives:
             stands = self._look()
             # Stock names only where no other save can meet this one. Where overwriting is not allowed, another writer
@@ -129,7 +139,8 @@ class Save:
         """Tell whether a checkpoint stands at the url, and note the files that it consists of."""
         name = self._metadata_name()
         try:
-            data = self.store.read(name)
+            with self.trace.span("GET", file=name):
+                data = self.store.read(name)
         except CheckpointNotFoundError:
             return False
         except StorageReadError as error:
@@ -159,6 +170,14 @@ class Save:
         Raises:
             StorageWriteError: the first write that failed; this rank's files are gone again.
         """
+        try:
+            with self.trace.span("write"):
+                return self._write_data(plan, planner)
+        finally:
+            self.trace.write()
+            self.trace.until_next("collective")
+
+    def _write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         begin = time.monotonic()
         naming = self._naming(plan)
         sizes = [item_bytes(item) + _FRAME_OVERHEAD_BYTES for item in plan.items]
@@ -169,7 +188,7 @@ class Save:
             name = f"{naming.prefix}{number}{naming.suffix}{metadata.SHARD_SUFFIX}"
             items = [plan.items[member] for member in members]
             names.append(name)
-            upload = Upload(self.store, name, items, planner, self._options.extensions)
+            upload = Upload(self.store, name, items, planner, self._options.extensions, self.trace)
             jobs.append(Job(sum(sizes[member] for member in members) * copies, upload))
         results = self._run(jobs, names)
         if len(results) != len(plan.items):
@@ -209,8 +228,10 @@ class Save:
         self.store.prepare()
         try:
             with self.store.stoppable() as stop:
-                per_file = Transfer(self._threads, self._options.memory_budget_bytes, stop).run(jobs)
-            self.store.flush()
+                transfer = Transfer(self._threads, self._options.memory_budget_bytes, stop, self.trace)
+                per_file = transfer.run(jobs)
+            with self.trace.span("flush"):
+                self.store.flush()
         except BaseException:
             self._discard(names)
             raise
@@ -232,6 +253,12 @@ class Save:
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the shard files: stock names for a first save, names never used before for any other."""
+        with self.trace.span("plan", ranks=len(plans)):
+            named = self._named(plans)
+        self.trace.until_next("collective")
+        return named
+
+    def _named(self, plans: list[SavePlan]) -> list[SavePlan]:
         suffix = checksums.name_suffix(self._save_id)
         self.report.save_id = self._save_id
         named = []
@@ -249,15 +276,24 @@ class Save:
             StorageWriteError: nothing was committed.
             CheckpointExistsError: another writer was faster and overwriting is not allowed.
         """
+        try:
+            with self.trace.span("commit"):
+                self._finish(metadata, results)
+        finally:
+            self.trace.write()
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written = {result.index: cast(Written, result.storage_data) for of_rank in results for result in of_rank}
         names = {one.info.relative_path for one in written.values()}
         checksums_name = checksums.file_name(self._save_id) or checksums.FILE_NAME
         try:
             _check_complete(metadata, written, self.store.url)
-            content = self._content(metadata, written)
-            crc = checksums.crc_of([content])
+            with self.trace.span("encode"):
+                content = self._content(metadata, written)
+                sums = checksums.encode(_section(written.values()), self._save_id, checksums.crc_of([content]))
             self.store.prepare()
-            self.store.swap(checksums_name, checksums.encode(_section(written.values()), self._save_id, crc))
+            with self.trace.span("PUT", file=checksums_name, bytes=len(sums)):
+                self.store.swap(checksums_name, sums)
         except BaseException:
             self._discard(names)
             raise
@@ -284,7 +320,9 @@ class Save:
     def _commit(self, content: bytes) -> None:
         # The commit: before this write there is the old checkpoint or none, after it the new one. Should it fail,
         # the shard files stay: a write that timed out may still arrive, and must not find them gone.
-        self.store.swap(self._metadata_name(), content, create_only=not self._options.overwrite)
+        name = self._metadata_name()
+        with self.trace.span("PUT", file=name, bytes=len(content)):
+            self.store.swap(name, content, create_only=not self._options.overwrite)
 
     def _remove_old(self, current: set[str]) -> None:
         self.store.remove_all(self._old_files - current, "the new checkpoint is committed; files of the old one")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dcp_fsspec.errors import ConfigurationError
+from dcp_fsspec.storage.tracing import OFF, Trace
 
 T = TypeVar("T")
 
@@ -42,12 +43,16 @@ class Transfer:
         max_concurrency: Threads.
         budget_bytes: Memory that all running jobs hold together. A job that costs more than all of it runs alone.
         stop: Set at the first failure or interrupt, for jobs that wait for something.
+        trace: Where the waiting of the calling thread is recorded.
     """
 
-    def __init__(self, max_concurrency: int, budget_bytes: int, stop: threading.Event | None = None) -> None:
+    def __init__(
+        self, max_concurrency: int, budget_bytes: int, stop: threading.Event | None = None, trace: Trace = OFF
+    ) -> None:
         self._max_concurrency = max_concurrency
         self._budget_bytes = budget_bytes
         self._stop = stop or threading.Event()
+        self._trace = trace
 
     @property
     def max_concurrency(self) -> int:
@@ -100,10 +105,16 @@ class Transfer:
             fits = cost_bytes is not None and in_use + cost_bytes <= self._budget_bytes
             if fits and len(running) < self._max_concurrency:
                 return
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            with self._trace.span(self._awaited(len(running), cost_bytes)):
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 del running[future]
             self._raise_first(done, running)
+
+    def _awaited(self, num_running: int, cost_bytes: int | None) -> str:
+        if cost_bytes is None:
+            return "wait for the last"
+        return "wait for budget" if num_running < self._max_concurrency else "wait for a thread"
 
     def _raise_first(self, done: set[Future[T]], running: dict[Future[T], int]) -> None:
         failed = [error for future in done if (error := future.exception()) is not None]

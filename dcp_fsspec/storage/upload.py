@@ -1,6 +1,7 @@
 """One shard file on its way up: the data of its items, framed, checksummed and published in one write."""
 
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from dcp_fsspec.storage.framing import frame_tensor, template
 from dcp_fsspec.storage.scratch import HostCopies, Scratch
 from dcp_fsspec.storage.splitting import Piece, item_bytes, whole_of
 from dcp_fsspec.storage.torch_internals import StorageInfo, StreamTransformExtension
+from dcp_fsspec.storage.tracing import OFF, Trace
 
 _scratch = Scratch()
 
@@ -45,31 +47,40 @@ class Upload:
         items: Sequence[WriteItem],
         planner: SavePlanner,
         extensions: Sequence[StreamTransformExtension],
+        trace: Trace = OFF,
     ) -> None:
         self._store, self._name, self._items = store, name, items
         self._planner, self._extensions = planner, extensions
+        self._trace = trace
 
     def __call__(self) -> list[WriteResult]:
         """Publish the file, and return where each item lies in it."""
-        buffers: list[Buffer] = []
-        places: list[tuple[StorageInfo, checksums.ItemRecord]] = []
-        offset = crc = 0
         # Touched only as far as copies are made; see frame_tensor.
         copies = HostCopies(_scratch.take(sum(HostCopies.num_bytes(item_bytes(item)) for item in self._items)))
-        for item in self._items:
-            item_buffers = self._frame(item, copies)
-            length = sum(memoryview(buffer).nbytes for buffer in item_buffers)
-            record = checksums.ItemRecord(checksums.crc_of(item_buffers), _payload_at(item, item_buffers))
-            crc = checksums.extend(crc, item_buffers, record.crc, length)
-            places.append((StorageInfo(self._name, offset, length, self._descriptors()), record))
-            buffers.extend(item_buffers)
-            offset += length
-        self._store.publish(self._name, buffers, crc)
-        file = checksums.FileChecksums(offset, crc)
+        with self._trace.span("frame", items=len(self._items)):
+            framed = [self._frame(item, copies) for item in self._items]
+        with self._trace.span("checksum"):
+            file, places = self._checksummed(framed)
+        with self._trace.span("PUT", file=self._name, bytes=file.num_bytes):
+            self._store.publish(self._name, list(itertools.chain.from_iterable(framed)), file.crc)
         return [
             WriteResult(index=item.index, size_in_bytes=info.length, storage_data=Written(info, record, file))
             for item, (info, record) in zip(self._items, places, strict=True)
         ]
+
+    def _checksummed(
+        self, framed: Sequence[list[Buffer]]
+    ) -> tuple[checksums.FileChecksums, list[tuple[StorageInfo, checksums.ItemRecord]]]:
+        """Return the record of the file, and for each item its place and its record."""
+        places: list[tuple[StorageInfo, checksums.ItemRecord]] = []
+        offset = crc = 0
+        for item, buffers in zip(self._items, framed, strict=True):
+            length = sum(memoryview(buffer).nbytes for buffer in buffers)
+            record = checksums.ItemRecord(checksums.crc_of(buffers), _payload_at(item, buffers))
+            crc = checksums.extend(crc, buffers, record.crc, length)
+            places.append((StorageInfo(self._name, offset, length, self._descriptors()), record))
+            offset += length
+        return checksums.FileChecksums(offset, crc), places
 
     def _frame(self, item: WriteItem, copies: HostCopies) -> list[Buffer]:
         try:
