@@ -105,6 +105,16 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="venv")
+def throughput(session: nox.Session) -> None:
+    """Saves and loads over ranks, sizes and numbers of tensors: a short version, with tables and plots in report/.
+
+    Arguments after `--` go to the campaign instead, such as `--out report` for the long version.
+    """
+    install(session, ".", groups=("test", "peers", "bench"))
+    session.run("python", "-m", "benchmarks.campaign", *(session.posargs or ("--out", "report", "--short")))
+
+
+@nox.session(venv_backend="venv")
 def bench(session: nox.Session) -> None:
     """Compare with stock PyTorch and s3torchconnector. Arguments after `--` go to the benchmark."""
     install(session, ".", groups=("test", "peers"))

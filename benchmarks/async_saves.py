@@ -30,8 +30,8 @@ from typing import Any
 from benchmarks import peers
 from benchmarks.link import LinkProcess, host_and_port
 from benchmarks.peers import Site
+from benchmarks.training import Trainer
 
-_STEADY_SECONDS = 3.0
 _WAYS = ("torch+s3torchconnector", "torch+fsspec", "async", "async_with_pinned_mem")
 
 
@@ -105,7 +105,7 @@ def _measure(way: str, mib: int, repeat: int) -> None:
         model = torch.nn.ParameterDict({f"layer{n}": torch.nn.Parameter(torch.randn(1 << 20)) for n in range(mib // 4)})
         copies = {name: tensor.detach().clone() for name, tensor in model.items()}
         save, end = _saver(way, model, site)
-        trainer = _Trainer()
+        trainer = Trainer()
         for number in range(repeat + 1):
             cost = _one_save(way, trainer, save, number, model, copies)
             if number:
@@ -114,7 +114,7 @@ def _measure(way: str, mib: int, repeat: int) -> None:
         dist.destroy_process_group()
 
 
-def _one_save(way: str, trainer: _Trainer, save: Any, number: int, model: Any, copies: dict[str, Any]) -> Cost:
+def _one_save(way: str, trainer: Trainer, save: Any, number: int, model: Any, copies: dict[str, Any]) -> Cost:
     import torch
 
     began = time.perf_counter()
@@ -134,27 +134,6 @@ def _one_save(way: str, trainer: _Trainer, save: Any, number: int, model: Any, c
     speed = (before + trainer.speed()) / 2
     num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in model.values())
     return Cost(way, blocked_seconds, copy_seconds, upload_seconds, upload_seconds - steps / speed, num_bytes)
-
-
-class _Trainer:
-    def __init__(self) -> None:
-        import torch
-
-        self._weight = torch.randn(384, 384) / 20
-        self._state = torch.randn(384, 384)
-
-    def step(self) -> None:
-        for _ in range(4):
-            self._state = (self._state @ self._weight).tanh()
-
-    def speed(self) -> float:
-        """Return the undisturbed steps a second."""
-        began = time.perf_counter()
-        steps = 0
-        while (passed := time.perf_counter() - began) < _STEADY_SECONDS:
-            self.step()
-            steps += 1
-        return steps / passed
 
 
 def _saver(way: str, model: Any, site: Site) -> tuple[Callable[[int], Callable[[], bool]], Callable[[], None]]:

@@ -29,15 +29,15 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import peers, report
+from benchmarks import peers, tables
+from benchmarks.machine import machine
 from benchmarks.peers import Peer, Site
+from benchmarks.places import local_server
 from benchmarks.runner import Runner
 from benchmarks.scenarios import SCENARIOS, Bench, Settings
 
 _DEFAULT_SCENARIOS = "small,local,direct,link,single"
 _ROW_BYTES = 4096
-_SHM = Path("/dev/shm")
-_ROOM_FOR_SERVER_BYTES = 8 * 2**30
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = _settings(options, _without(s3_peers, skipped), _without(local_peers, skipped))
     bench = Bench(settings, runner, lambda: _open_server(options))
     began = time.monotonic()
-    before = report.machine()
+    before = machine()
     for scenario in options.scenarios.split(","):
         bench.run(scenario)
     _print_report(bench, before, skipped, time.monotonic() - began)
@@ -157,25 +157,15 @@ def _open_server(options: argparse.Namespace) -> Iterator[Site]:
         prefix = f"s3://{options.bucket}/dcp-fsspec-bench-{uuid.uuid4().hex[:12]}"
         yield Site(prefix, options.endpoint, os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"])
         return
-    from dcp_fsspec.testing.servers import SeaweedServer
-
-    # More memory than its default spares the server half of its CPU time, which all peers wait for.
-    with SeaweedServer(bucket="bench", memory_limit="2GiB", data_parent=_roomy_folder()) as server:
-        yield Site(f"s3://{server.bucket}", server.endpoint_url, server.access_key, server.secret_key)
-
-
-def _roomy_folder() -> Path | None:
-    if not _SHM.is_dir():
-        return None
-    room = os.statvfs(_SHM)
-    return _SHM if room.f_bavail * room.f_frsize > _ROOM_FOR_SERVER_BYTES else None
+    with local_server() as site:
+        yield site
 
 
 def _print_report(bench: Bench, before: dict[str, object], skipped: dict[str, str], seconds: float) -> None:
     settings = bench.settings
     state_mib = settings.num_tensors * settings.tensor_bytes / 2**20
     latency_ms, rate_mb = settings.latency_seconds * 1e3, settings.rate_bytes_per_second / 1e6
-    after = report.machine()
+    after = machine()
     print(f"State: {settings.num_tensors} float32 tensors, {state_mib:g} MiB; {settings.num_rounds} rounds.")
     print(f"Link: {latency_ms:g} ms, {rate_mb:g} MB/s a connection and way. Measured in {seconds:.0f} s.\n")
     print("Machine: " + ", ".join(f"{name} {value}" for name, value in before.items()))
@@ -183,7 +173,7 @@ def _print_report(bench: Bench, before: dict[str, object], skipped: dict[str, st
     print("Versions: " + ", ".join(f"{name} {version}" for name, version in peers.versions().items()) + "\n")
     for name, reason in skipped.items():
         print(f"Skipped {name}: {reason}\n")
-    print(report.markdown(bench.samples))
+    print(tables.markdown(bench.samples))
 
 
 if __name__ == "__main__":

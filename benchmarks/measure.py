@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import resource
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,42 @@ def measure(operation: Callable[[], None]) -> Usage:
         read_after - read_bytes,
         written_after - written_bytes,
     )
+
+
+class MemoryTimeline:
+    """Notes the resident memory again and again while the body of a `with` runs.
+
+    Args:
+        every_seconds: How often.
+
+    Attributes:
+        points: Seconds since the beginning and bytes beyond what was resident then.
+    """
+
+    def __init__(self, every_seconds: float = 0.05) -> None:
+        self.points: list[tuple[float, int]] = []
+        self._every_seconds = every_seconds
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._note, name="memory_timeline", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._began, self._before = time.perf_counter(), _resident_bytes()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _note(self) -> None:
+        while True:
+            self.points.append((round(time.perf_counter() - self._began, 3), _resident_bytes() - self._before))
+            if self._ended.wait(self._every_seconds):
+                return
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def reset_peak_memory() -> None:

@@ -20,8 +20,8 @@ class Site:
     """Where one checkpoint lies.
 
     Attributes:
-        url: `s3://bucket/prefix` or a local path.
-        endpoint_url: of the S3 server; empty for local paths.
+        url: `s3://bucket/prefix`, a local path, or the url of any other store.
+        endpoint_url: of the S3 server; empty for other stores, and for one that the clients know.
         access_key: for the S3 server.
         secret_key: for the S3 server.
     """
@@ -36,7 +36,9 @@ class Site:
         return replace(self, url=f"{self.url}/{name}")
 
     def s3fs_options(self) -> dict[str, Any]:
-        """Return the options that s3fs needs for this site."""
+        """Return the options that s3fs needs for this site; what is not said here it finds in the environment."""
+        if not self.endpoint_url:
+            return {}
         client = {"endpoint_url": self.endpoint_url, "region_name": _REGION}
         return {"key": self.access_key, "secret": self.secret_key, "client_kwargs": client}
 
@@ -74,18 +76,20 @@ class Peer:
 def _our_writer(site: Site) -> Any:
     from dcp_fsspec import FsspecStorageWriter
 
-    return FsspecStorageWriter(site.url, storage_options=site.s3fs_options() if site.endpoint_url else None)
+    return FsspecStorageWriter(site.url, storage_options=site.s3fs_options())
 
 
 def _our_reader(site: Site) -> Any:
     from dcp_fsspec import FsspecStorageReader
 
-    return FsspecStorageReader(site.url, storage_options=site.s3fs_options() if site.endpoint_url else None)
+    return FsspecStorageReader(site.url, storage_options=site.s3fs_options())
 
 
 def _obstore(site: Site) -> Any:
     from obstore.fsspec import FsspecStore
 
+    if not site.endpoint_url:
+        return FsspecStore("s3")
     return FsspecStore(
         "s3",
         endpoint=site.endpoint_url,
@@ -128,8 +132,8 @@ def _connector_writer(threads: int) -> Callable[[Site], Any]:
         from s3torchconnector import S3ClientConfig
         from s3torchconnector.dcp import S3StorageWriter
 
-        config = S3ClientConfig(force_path_style=True)
-        return S3StorageWriter(_REGION, site.url, s3client_config=config, thread_count=threads)
+        config = S3ClientConfig(force_path_style=bool(site.endpoint_url))
+        return S3StorageWriter(_region(site), site.url, s3client_config=config, thread_count=threads)
 
     return make
 
@@ -138,7 +142,12 @@ def _connector_reader(site: Site) -> Any:
     from s3torchconnector import S3ClientConfig
     from s3torchconnector.dcp import S3StorageReader
 
-    return S3StorageReader(_REGION, site.url, s3client_config=S3ClientConfig(force_path_style=True))
+    config = S3ClientConfig(force_path_style=bool(site.endpoint_url))
+    return S3StorageReader(_region(site), site.url, s3client_config=config)
+
+
+def _region(site: Site) -> str:
+    return _REGION if site.endpoint_url else os.environ.get("AWS_REGION", _REGION)
 
 
 def _stock_local_writer(site: Site) -> Any:
@@ -177,6 +186,8 @@ LOCAL_PEERS = (
     Peer("torch-file", _stock_local_writer, _stock_local_reader, ("torch",), is_stock=True),
     Peer("dcp_fsspec", _our_writer, _our_reader, ("dcp_fsspec",), is_ours=True),
 )
+# On other stores, through the fsspec filesystem of the url's protocol.
+OTHER_PEERS = (S3_PEERS[0], LOCAL_PEERS[1])
 ALL_PEERS = S3_PEERS + EXTRA_S3_PEERS + LOCAL_PEERS
 _BY_NAME = {peer.name: peer for peer in ALL_PEERS}
 

@@ -10,12 +10,13 @@ import contextlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.link import LinkProcess, host_and_port
+from benchmarks.link import LinkProcess
 from benchmarks.peers import Peer, Site
+from benchmarks.places import through
 from benchmarks.runner import Runner, Sample
 from benchmarks.worker import Job
 
@@ -174,28 +175,28 @@ def _direct(bench: Bench) -> None:
     settings = bench.settings
     with bench.open_server() as site:
         bench.rounds("direct", site, settings.s3_peers, _PLAIN, settings.num_rounds)
-        with _through(site) as (counted, link):
+        with through(site) as (counted, link):
             bench.rounds("direct", counted, settings.s3_peers, _PLAIN, 1, link=link, timed=False)
 
 
 def _slow_link(bench: Bench) -> None:
     settings = bench.settings
     limits = (settings.latency_seconds, settings.rate_bytes_per_second, settings.total_bytes_per_second)
-    with bench.open_server() as site, _through(site, *limits) as (slow, link):
+    with bench.open_server() as site, through(site, *limits) as (slow, link):
         bench.rounds("link", slow, settings.s3_peers, _PLAIN, settings.num_rounds, link=link)
 
 
 def _reshard(bench: Bench) -> None:
     """Saved by two ranks as `Shard(0)`; loaded by one and by four."""
     settings = bench.settings
-    with bench.open_server() as site, _through(site) as (counted, link):
+    with bench.open_server() as site, through(site) as (counted, link):
         bench.rounds("reshard", counted, settings.s3_peers, _RESHARD, 1, link=link)
 
 
 def _small(bench: Bench) -> None:
     """Three tensors of 4 KiB: what a save costs in requests."""
     state = (_SMALL_TENSORS, _SMALL_TENSOR_BYTES)
-    with bench.open_server() as site, _through(site) as (counted, link):
+    with bench.open_server() as site, through(site) as (counted, link):
         bench.rounds("small", counted, bench.settings.s3_peers, _WHOLE, 1, state=state, link=link)
 
 
@@ -214,19 +215,6 @@ def _local(bench: Bench) -> None:
             continue
         with tempfile.TemporaryDirectory(prefix="dcp-fsspec-bench-", dir=parent) as folder:
             bench.rounds(scenario, Site(folder), settings.local_peers, _PLAIN, settings.num_rounds)
-
-
-@contextlib.contextmanager
-def _through(
-    site: Site,
-    latency_seconds: float = 0.0,
-    rate_bytes_per_second: float | None = None,
-    total_bytes_per_second: float | None = None,
-) -> Iterator[tuple[Site, LinkProcess]]:
-    """Put a link in front of the site's server; without limits it only counts."""
-    target = host_and_port(site.endpoint_url)
-    with LinkProcess(target, latency_seconds, rate_bytes_per_second, total_bytes_per_second) as link:
-        yield Site(site.url, link.endpoint_url, site.access_key, site.secret_key), link
 
 
 SCENARIOS: dict[str, Callable[[Bench], None]] = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks import peers
+from benchmarks import peers, places
 from benchmarks.measure import Usage, measure
 from benchmarks.peers import Site
 
@@ -184,12 +184,8 @@ def _compare(job: Job, rank: int, state: dict[str, Any]) -> None:
 
 
 def remove(site: Site) -> None:
-    """Delete everything below an S3 site. Entry point of a process."""
-    import s3fs
-
-    filesystem = s3fs.S3FileSystem(**site.s3fs_options())
-    if filesystem.exists(site.url):
-        filesystem.rm(site.url, recursive=True)
+    """Delete everything below a site. Entry point of a process."""
+    places.remove(site)
 
 
 def probe(names: list[str], wire: Connection) -> None:
