@@ -130,6 +130,7 @@ class Operations:
         self, sample: Sample, state: Mapping[str, Any], clocked: _Clocked, call: Callable[[], None], site: Site
     ) -> Sample:
         usage, error, timeline = None, "", MemoryTimeline()
+        _settle(self._ranks.device)
         dist.barrier()
         before = self._link.snapshot() if self._link else None
         dist.barrier()
@@ -184,9 +185,10 @@ class Operations:
         traces: Path,
     ) -> None:
         before = trainer.speed()
+        _settle(self._ranks.device)
         dist.barrier()
         began, cpu_seconds = time.perf_counter(), time.process_time()
-        checkpointer.save(torch.nn.Identity(), None, None, None, iteration)
+        checkpointer.save(torch.nn.Linear(1, 1), None, None, None, iteration)
         blocked_seconds = time.perf_counter() - began
         steps = 0
         while not checkpointer.poll():
@@ -265,6 +267,11 @@ def _traced(folder: str | None) -> Iterator[None]:
 
 def _whole(call: Callable[[], None], device: torch.device) -> None:
     call()
+    _settle(device)
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for what a GPU was told to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -259,6 +259,9 @@ def _places(options: argparse.Namespace, ranks: Ranks) -> Iterator[tuple[Site, L
     with contextlib.ExitStack() as stack:
         link: LinkProcess | None = None
 
+        if options.server and ranks.num_nodes > 1:
+            raise SystemExit("--server is for the ranks of one machine; give an --endpoint that all machines reach")
+
         def make() -> Site:
             nonlocal link
             site = Site(options.url or "", *_credentials(options))
