@@ -9,7 +9,7 @@ import functools
 import io
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import IO
 
@@ -405,7 +405,7 @@ class ItemReader:
         return f"{target.item.storage_index.fqn} in {self._source.store.url_of(info.relative_path)} at {info.offset}"
 
     def _decoding(self, target: _Target) -> "_Decoding":
-        return _Decoding(self._where(target))
+        return _Decoding(lambda: self._where(target))
 
     def _untransformed(self, target: _Target, data: Buffer) -> bytes:
         descriptors = getattr(target.info, "transform_descriptors", None) or ()
@@ -479,7 +479,7 @@ def _wants_nothing(item: ReadItem) -> bool:
 class _Decoding:
     """Turn whatever a decoder raises on damaged bytes into one error that names the item."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: Callable[[], str]) -> None:
         self._where = where
 
     def __enter__(self) -> None:
@@ -488,5 +488,5 @@ class _Decoding:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, DcpFsspecError):
             raise CorruptCheckpointError(
-                f"{self._where} cannot be decoded ({type(error).__name__}: {error}): it is damaged or hostile"
+                f"{self._where()} cannot be decoded ({type(error).__name__}: {error}): it is damaged or hostile"
             ) from error
