@@ -134,9 +134,9 @@ class Operations:
         dist.barrier()
         before = self._link.snapshot() if self._link else None
         dist.barrier()
-        with timeline, _traced(self._trace_folder):
+        with _traced(self._trace_folder):
             try:
-                usage = measure(lambda: _whole(call, self._ranks.device))
+                usage = measure(lambda: _whole(call, self._ranks.device, timeline))
             except (Exception, CheckpointException) as failure:
                 error = _last_line(failure)
         own = _OfRank(usage, clocked.seconds, local_bytes(state), clocked.num_retries, error)
@@ -265,9 +265,10 @@ def _traced(folder: str | None) -> Iterator[None]:
             del os.environ[_TRACE]
 
 
-def _whole(call: Callable[[], None], device: torch.device) -> None:
-    call()
-    _settle(device)
+def _whole(call: Callable[[], None], device: torch.device, timeline: MemoryTimeline) -> None:
+    with timeline:
+        call()
+        _settle(device)
 
 
 def _settle(device: torch.device) -> None:
@@ -305,7 +306,7 @@ def _put_together(sample: Sample, told: Sequence[_OfRank], timeline: MemoryTimel
     sample.rank_gb_per_second = [one.held_bytes / 1e9 / one.own_seconds if one.own_seconds else 0.0 for one in told]
     retries = [one.num_retries for one in told if one.num_retries is not None]
     sample.num_retries = sum(retries) if retries else None
-    sample.memory = timeline.points[:: -(-len(timeline.points) // _MAX_POINTS)]
+    sample.memory = timeline.points[:: max(1, -(-len(timeline.points) // _MAX_POINTS))]
     return sample
 
 

@@ -60,8 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _quieten()
     with meet(options.device) as ranks, _places(options, ranks) as (site, link):
         run = Run(options, ranks, site, link)
-        for sample in run.samples():
-            run.keep(sample)
+        try:
+            for sample in run.samples():
+                run.keep(sample)
+        finally:
+            run.clean_up()
         return int(run.failed)
 
 
@@ -79,6 +82,7 @@ class Run:
         self._options, self._ranks, self._link = options, ranks, link
         self._site = site.child(ranks.told(lambda: f"dcp-fsspec-bench-{uuid.uuid4().hex[:12]}"))
         self._specs = _specs(options)
+        self._layouts: dict[str, Layout] = {}
         self._layout = self._make_layout(options.layout)
         self._peers = self._runnable(_chosen(options.peers, site))
         self.failed = False
@@ -91,9 +95,12 @@ class Run:
         return sum(spec.num_bytes for spec in self._specs)
 
     def _make_layout(self, kind: str) -> Layout:
-        size, group = self._ranks.size, self._options.group
-        group = group or (2 if kind == "tp" else max(1, size // 2))
-        return Layout(kind, self._ranks.device, size, group if size % group == 0 else size)
+        """Return the layout, made once: its process groups stay."""
+        if kind not in self._layouts:
+            size, group = self._ranks.size, self._options.group
+            group = group or (2 if kind == "tp" else max(1, size // 2))
+            self._layouts[kind] = Layout(kind, self._ranks.device, size, group if size % group == 0 else size)
+        return self._layouts[kind]
 
     def _runnable(self, wanted: Sequence[Peer]) -> list[Peer]:
         able = []
@@ -205,6 +212,11 @@ class Run:
             first = Sample(f"dcp_fsspec {mode}", "background save", 0, self._state_bytes)
             yield from operations.background(site, mode, state, first, self._options.repeat)
             self._remove(site)
+
+    def clean_up(self) -> None:
+        """Remove all that is left. Not collective: it also comes after a failure."""
+        if self._ranks.rank == 0:
+            remove(self._site)
 
     def _remove(self, site: Site) -> None:
         self._ranks.told(lambda: remove(site))
