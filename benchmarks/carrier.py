@@ -16,6 +16,8 @@ from fcntl import fcntl
 from benchmarks.httpscan import Exchange, MessageScanner
 
 _MAX_CHUNK_BYTES = 1024 * 1024
+# Smaller ones, of a hundred slow connections, would make the link itself what limits.
+_MIN_CHUNK_BYTES = 128 * 1024
 # A chunk takes this long on a limited link. A chunk is passed on when its last byte would have arrived, so
 # this decides how finely the bytes trickle and what the link costs, and not when a message is complete.
 _CHUNK_SECONDS = 0.03
@@ -101,7 +103,8 @@ class Link:
         self.total_up = Pacer(total_bytes_per_second)
         self.total_down = Pacer(total_bytes_per_second)
         rates = [rate for rate in (rate_bytes_per_second, total_bytes_per_second) if rate is not None]
-        self.chunk_bytes = min([_MAX_CHUNK_BYTES, *(max(4096, int(rate * _CHUNK_SECONDS)) for rate in rates)])
+        chunks = [max(_MIN_CHUNK_BYTES, int(rate * _CHUNK_SECONDS)) for rate in rates]
+        self.chunk_bytes = min([_MAX_CHUNK_BYTES, *chunks])
         self._lock = threading.Lock()
         self._counters = LinkCounters()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)

@@ -48,6 +48,7 @@ class Sample:
         moved_bytes: Payload that crossed the link, or went through read and write calls; None: nobody counted.
         requests: By verb; None: nobody counted.
         num_retries: Requests that were made again, as our own reports say.
+        link_cpu_seconds: What the link took from the same machine; None: there is none.
         blocked_seconds: How long `save` of a save in the background kept the training, on the slowest rank.
         stage_seconds: How much of that was copying.
         copy_seconds: What one copy of the state to host memory that is there already takes at best.
@@ -70,6 +71,7 @@ class Sample:
     moved_bytes: int | None = None
     requests: dict[str, int] | None = None
     num_retries: int | None = None
+    link_cpu_seconds: float | None = None
     blocked_seconds: float | None = None
     stage_seconds: float | None = None
     copy_seconds: float | None = None
@@ -282,7 +284,7 @@ def _discard(value: object) -> None:
 
 
 def _count(sample: Sample, counted: LinkCounters) -> None:
-    sample.requests = dict(counted.requests)
+    sample.requests, sample.link_cpu_seconds = dict(counted.requests), counted.cpu_seconds
     sample.moved_bytes = counted.up_bytes if sample.operation == "save" else counted.down_bytes
 
 

@@ -77,9 +77,9 @@ class _Recording(Trace):
         return _Span(self, name, details)
 
     def until_next(self, name: str) -> None:
-        self.close_gap()
-        self._gap = _Span(self, name, {})
-        self._gap.__enter__()
+        gap = _Span(self, name, {})
+        gap.__enter__()  # Ends the one before, so it must not be known as the open one yet.
+        self._gap = gap
 
     def close_gap(self) -> None:
         """End what `until_next` began, if this thread began it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from dcp_fsspec import DistributedCheckpointer
+from dcp_fsspec.storage import tracing
 from support.checkpoints import assert_loads, load, save
 from support.ranks import RankPool, values
 from support.tensors import random_tensor
@@ -38,6 +40,7 @@ def _assert_nested(document: dict[str, Any]) -> None:
     for row in {span["tid"] for span in _spans(document)}:
         open_until: list[int] = []
         own = [span for span in _spans(document) if span["tid"] == row]
+        assert all(span["dur"] >= 0 for span in own)
         for span in sorted(own, key=lambda one: (one["ts"], -one["dur"])):
             while open_until and open_until[-1] <= span["ts"]:
                 open_until.pop()
@@ -48,6 +51,24 @@ def _assert_nested(document: dict[str, Any]) -> None:
 def _save_and_load(rank: int, url: str, folder: str) -> None:
     save(_state(), url, trace=folder)
     load(_state(), url, trace=folder)
+
+
+def test_what_runs_between_our_spans_is_the_callers(tmp_path: Path) -> None:
+    trace = tracing.begin("save", "somewhere", tmp_path)
+    trace.until_next("plan")
+    trace.until_next("collective")
+    begin = time.perf_counter()
+    while time.perf_counter() < begin + 0.01:
+        pass
+    with trace.span("write"):
+        pass
+    trace.write()
+    (document,) = _read(tmp_path, "save")
+    plan, collective, write = _spans(document)
+    assert [one["name"] for one in (plan, collective, write)] == ["plan", "collective", "write"]
+    assert collective["dur"] >= 10_000
+    assert plan["ts"] + plan["dur"] <= collective["ts"]
+    assert collective["ts"] + collective["dur"] <= write["ts"]
 
 
 @pytest.mark.distributed
