@@ -87,7 +87,7 @@ def _run(job: Job, common: Sequence[str]) -> int:
 
 def _ranks(short: bool) -> Iterator[Job]:
     # So slow a connection that one rank does not reach the total, and that one machine can run the ranks.
-    link = ("--server", "--link", "--rate-mb", "1", "--total-mb", "100", "--peers", _OURS)
+    link = ("--server", "--link", "--rate-mb", "0.5", "--total-mb", "40", "--peers", _OURS)
     for layout in ("ddp", "fsdp"):
         for num_ranks in (1, 2, 4) if short else (1, 2, 4, 8):
             yield Job(num_ranks, ("--state", "64" if short else "512", "--layout", layout, *link))
