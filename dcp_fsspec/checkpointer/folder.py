@@ -10,7 +10,7 @@ from dcp_fsspec.errors import (
     StorageWriteError,
     UnsafeCheckpointError,
 )
-from dcp_fsspec.storage import metadata
+from dcp_fsspec.storage import names
 from dcp_fsspec.storage.filesystem import Store
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def check_files(record: CommitRecord, folder: Store) -> None:
     files = folder.list_files()
     for name, size in files.items():
         component, _, below = name.partition("/")
-        if not below.endswith(metadata.SHARD_SUFFIX):
+        if not below.endswith(names.SHARD_SUFFIX):
             continue
         if component in own and layout.is_of_save(below, record.components[component].save_id):
             own[component].append(size)
@@ -41,8 +41,8 @@ def check_files(record: CommitRecord, folder: Store) -> None:
                 f"{folder.child(name).url}: {wanted.num_files} shard files of {wanted.num_bytes} bytes were written, "
                 f"{there[0]} of {there[1]} bytes are there, {other}"
             )
-        if f"{name}/{metadata.FILE_NAME}" not in files:
-            raise StorageWriteError(f"{folder.url}: {name}/{metadata.FILE_NAME} has gone again, {other}")
+        if f"{name}/{names.FILE_NAME}" not in files:
+            raise StorageWriteError(f"{folder.url}: {name}/{names.FILE_NAME} has gone again, {other}")
     if foreign:
         raise StorageWriteError(
             f"{folder.url}: {len(foreign)} shard files are there that this save has not written, such as "
@@ -52,6 +52,8 @@ def check_files(record: CommitRecord, folder: Store) -> None:
 
 def read_save_id(store: Store) -> str | None:
     """Return the id of the save that wrote the ``.metadata`` of a component, None if it cannot be read."""
+    from dcp_fsspec.storage import metadata  # It needs torch, which takes seconds to import.
+
     try:
         return metadata.save_id_of(metadata.decode(store.read(metadata.FILE_NAME), store.url))
     except (CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError):

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from dcp_fsspec.errors import ConfigurationError
-from dcp_fsspec.storage import checksums, metadata
+from dcp_fsspec.storage import checksums, names
 
 POINTER_NAME = "latest_checkpoint.txt"
 COMMIT_NAME = "commit.json"
@@ -79,15 +79,15 @@ def missing_marks(files: Iterable[str], *, all_standard: bool) -> list[str]:
         if _OWN_SHARD.fullmatch(below):
             return ["it was written by this package, which completes an iteration by that file"]
         # Other folders, such as one of pickles of the data loader, are no components.
-        if below == metadata.FILE_NAME:
+        if below == names.FILE_NAME:
             marked[component] = True
-        elif below.endswith(metadata.SHARD_SUFFIX):
+        elif below.endswith(names.SHARD_SUFFIX):
             marked.setdefault(component, False)
     if marked.get("") and not all_standard:
         return []
     wanted = [name for name in STANDARD_COMPONENTS if all_standard and name not in marked]
     wanted += [name for name, complete in marked.items() if not complete]
-    missing = [f"{name}/{metadata.FILE_NAME} is missing".removeprefix("/") for name in wanted]
+    missing = [f"{name}/{names.FILE_NAME} is missing".removeprefix("/") for name in wanted]
     return missing if missing or marked else ["there is no component in it"]
 
 

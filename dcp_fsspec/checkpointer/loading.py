@@ -23,6 +23,7 @@ from dcp_fsspec.storage import metadata
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.opened import SmallFiles, read_metadata, read_small_files
 from dcp_fsspec.storage.reader import FsspecStorageReader
+from dcp_fsspec.storage.report import speed_text
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,18 @@ class LoadReport:
     components: dict[str, ComponentReport] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The load on this rank in plain numbers, by name."""
+        parts = self.components.values()
+        num_bytes, seconds = sum(one.num_bytes for one in parts), sum(one.seconds for one in parts)
+        return {
+            "seconds": seconds,
+            "bytes": num_bytes,
+            "bytes_per_second": num_bytes / seconds if seconds else 0.0,
+            "requests": sum(one.num_requests for one in parts),
+        }
+
     def __str__(self) -> str:
         """Return a readable block."""
         if self.url is None:
@@ -61,10 +74,9 @@ class LoadReport:
         kind = "resumed" if self.is_auto_resume else "warm start"
         lines = [f"{kind} from {self.url} at iteration {self.iteration}"]
         for name, one in self.components.items():
-            speed = one.num_bytes / 1e6 / one.seconds if one.seconds else 0.0
             lines.append(
-                f"  {name}: {len(one.loaded)} keys loaded, {one.num_bytes / 1e6:.1f} MB in {one.seconds:.2f} s "
-                f"({speed:.0f} MB/s), {one.num_requests} requests"
+                f"  {name}: {len(one.loaded)} keys loaded, {speed_text(one.num_bytes, one.seconds)}, "
+                f"{one.num_requests} requests"
             )
             lines += _listed("missing in the checkpoint, kept as they are", one.missing)
             lines += _listed("in the checkpoint only", one.unexpected)

@@ -3,6 +3,7 @@
 import dataclasses
 
 from dcp_fsspec.checkpointer.records import CommitRecord
+from dcp_fsspec.storage.report import speed_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +33,22 @@ class Outcome:
         """Bytes of the shard files of all ranks."""
         return sum(one.num_bytes for one in self.record.components.values()) if self.record else 0
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The save in plain numbers, by name: for a log, a graph, an alarm."""
+        return {
+            "seconds": self.seconds,
+            "bytes": self.num_bytes,
+            "bytes_per_second": self.num_bytes / self.seconds if self.seconds else 0.0,
+            "requests": self.num_requests,
+            "retries": self.num_retries,
+        }
+
     def __str__(self) -> str:
         """Return one line for a log."""
         if self.record is None:
             return f"iteration {self.iteration} was not saved: {self.error}"
-        speed = self.num_bytes / 1e6 / self.seconds if self.seconds else 0.0
         return (
-            f"iteration {self.iteration} saved: {self.num_bytes / 1e6:.1f} MB in {self.seconds:.2f} s "
-            f"({speed:.0f} MB/s), {self.num_requests} requests, {self.num_retries} retries"
+            f"iteration {self.iteration} saved: {speed_text(self.num_bytes, self.seconds)}, "
+            f"{self.num_requests} requests, {self.num_retries} retries"
         )

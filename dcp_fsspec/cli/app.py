@@ -1,5 +1,6 @@
 """The group of commands, and what each kind of error exits with."""
 
+import importlib
 import logging
 import os
 import sys
@@ -8,7 +9,6 @@ from typing import Any
 
 import click
 
-from dcp_fsspec.cli import keeping, looking, moving
 from dcp_fsspec.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -50,8 +50,34 @@ refused; 5 the checkpoint is incomplete, damaged or not safe to open; 130 interr
 """
 
 
+_MODULES = {
+    "ls": "listing",
+    "show": "looking",
+    "verify": "looking",
+    "diff": "looking",
+    "cp": "moving",
+    "export": "moving",
+    "import": "moving",
+    "latest": "keeping",
+    "prune": "keeping",
+    "sweep": "keeping",
+    "bench": "trying",
+}
+"""Where each command is. Some need torch, which takes seconds to import, so each is imported when it is wanted."""
+
+
 class _Group(click.Group):
     """Ends each command that fails with one line and a code that scripts can trust."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _MODULES:
+            return None
+        module = importlib.import_module(f"dcp_fsspec.cli.{_MODULES[cmd_name]}")
+        found: click.Command = next(one for one in module.COMMANDS if one.name == cmd_name)
+        return found
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -81,10 +107,6 @@ def _end(ctx: click.Context, text: str, code: int) -> None:
 def cli(verbose: bool) -> None:
     """See `_HELP`."""
     logging.getLogger("dcp_fsspec").setLevel(logging.INFO if verbose else logging.WARNING)
-
-
-for command in (*looking.COMMANDS, *moving.COMMANDS, *keeping.COMMANDS):
-    cli.add_command(command)
 
 
 def run() -> None:

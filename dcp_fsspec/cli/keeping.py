@@ -1,4 +1,4 @@
-"""The commands that look after a job's folder and its store: latest, prune, sweep, bench."""
+"""The commands that look after a job's folder: latest, prune, sweep."""
 
 import time
 
@@ -9,7 +9,6 @@ from dcp_fsspec.checkpointer.catalog import Catalog
 from dcp_fsspec.checkpointer.retention import AnyOf, KeepBest, KeepEvery, KeepLatest, RetentionPolicy
 from dcp_fsspec.cli import options, output
 from dcp_fsspec.errors import CheckpointNotFoundError
-from dcp_fsspec.tools.benchmarking import bench as run_bench
 from dcp_fsspec.tools.sweeping import sweep as run_sweep
 
 _DEFAULT_AGE = "1h"
@@ -137,30 +136,4 @@ def sweep(root: str, older_than: float, dry_run: bool, yes: bool, options_: tupl
     _say(f"{len(report.iterations)} iterations and {len(report.uploads)} open uploads", dry_run)
 
 
-@click.command("bench")
-@click.argument("url")
-@click.option("--size", type=options.Size(), default="256MiB", show_default=True, help="Of the state.")
-@options.common
-def bench(url: str, size: int, options_: tuple[str, ...], as_json: bool) -> None:
-    """Save and load a made-up state in a folder of its own below URL, remove it, and say what the figures suggest."""
-    report = run_bench(options.store(url, options_), size, lambda text: None if as_json else output.note(f"{text} ..."))
-    if as_json:
-        output.print_json(output.plain(report))
-        return
-    columns = ("at a time", "save MB/s", "CPU s/GB", "load MB/s", "CPU s/GB ", "requests", "retries")
-    table = output.table(*columns, right=columns)
-    for one in report.rounds:
-        table.add_row(
-            str(one.max_concurrency),
-            f"{one.save_mb_per_second:.0f}",
-            f"{one.save_cpu_seconds_per_gb:.1f}",
-            f"{one.load_mb_per_second:.0f}",
-            f"{one.load_cpu_seconds_per_gb:.1f}",
-            str(one.num_requests),
-            str(one.num_retries),
-        )
-    latency = f"reading a small file takes {report.latency_seconds * 1e3:.1f} ms"
-    output.show(f"{report.filesystem}, {output.size(report.num_bytes)}; {latency}", table, *report.advice)
-
-
-COMMANDS = (latest, prune, sweep, bench)
+COMMANDS = (latest, prune, sweep)

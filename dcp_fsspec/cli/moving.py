@@ -1,6 +1,11 @@
 """The commands that write checkpoints: cp, export, import."""
 
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
 import click
+import torch
 
 from dcp_fsspec.cli import options, output
 from dcp_fsspec.storage.filesystem import Store
@@ -10,49 +15,54 @@ from dcp_fsspec.tools.importing import ImportOptions, import_files
 from dcp_fsspec.tools.keys import KeyChoice
 from dcp_fsspec.tools.locating import locate
 
-_overwrite = click.option("--overwrite", is_flag=True, help="Replace what stands in the target. Needs --yes.")
 _only = click.option("--only", multiple=True, metavar="GLOB", help="Keys to take, as in a shell. Repeatable.")
 _strip = click.option("--strip-prefix", default="", metavar="TEXT", help="Remove this from the beginning of names.")
-_dtype = click.option("--dtype", type=click.Choice(list(DTYPES)), help="What floating-point tensors become.")
+_dtype = click.option(
+    "--dtype",
+    type=click.Choice(list(DTYPES)),
+    callback=lambda context, parameter, value: DTYPES.get(value),
+    help="What floating-point tensors become.",
+)
 
 
-def _may_overwrite(target: Store, overwrite: bool, yes: bool) -> bool:
-    if overwrite:
-        options.confirm(f"What stands at {target.url} will be lost.", yes=yes)
-    return overwrite
+def _from_store_to_store(function: Callable[..., None]) -> Callable[..., None]:
+    """Add what all of these commands have, and hand on two stores for two urls and their options."""
+
+    @functools.wraps(function)
+    def command(
+        source: str,
+        target: str,
+        overwrite: bool,
+        yes: bool,
+        options_: tuple[str, ...],
+        source_options: tuple[str, ...],
+        target_options: tuple[str, ...],
+        **others: Any,
+    ) -> None:
+        there = options.store(target, options_, target_options)
+        if overwrite:
+            options.confirm(f"What stands at {there.url} will be lost.", yes=yes)
+        function(options.store(source, options_, source_options), there, overwrite=overwrite, **others)
+
+    replacing = click.option("--overwrite", is_flag=True, help="Replace what stands in the target. Needs --yes.")
+    return replacing(options.destructive(options.common(options.two_stores(command))))
 
 
 @click.command("cp")
 @click.argument("source")
 @click.argument("target")
-@_overwrite
 @click.option("--verify", is_flag=True, help="Read the copy back before it becomes valid.")
 @click.option("--concurrency", type=click.IntRange(1), help="Files at a time.")
-@options.destructive
-@options.common
-@options.two_stores
-def cp(
-    source: str,
-    target: str,
-    overwrite: bool,
-    verify: bool,
-    concurrency: int | None,
-    yes: bool,
-    options_: tuple[str, ...],
-    source_options: tuple[str, ...],
-    target_options: tuple[str, ...],
-    as_json: bool,
-) -> None:
+@_from_store_to_store
+def cp(source: Store, target: Store, *, overwrite: bool, verify: bool, concurrency: int | None, as_json: bool) -> None:
     """Copy a checkpoint, an iteration or all committed iterations of a folder; TARGET becomes the copy.
 
     Within one store the store copies by itself. An interrupted copy is continued when it is run again: files that are
     there and equal are not copied a second time. The copy is a checkpoint only when it is whole.
     """
-    there = options.store(target, options_, target_options)
-    allowed = _may_overwrite(there, overwrite, yes)
     with output.progress(as_json=as_json) as progress:
-        settings = CopyOptions(overwrite=allowed, verify=verify, max_concurrency=concurrency, progress=progress)
-        report = copy_checkpoint(options.store(source, options_, source_options), there, settings)
+        settings = CopyOptions(overwrite=overwrite, verify=verify, max_concurrency=concurrency, progress=progress)
+        report = copy_checkpoint(source, target, settings)
     if as_json:
         output.print_json(output.plain(report))
         return
@@ -67,7 +77,7 @@ def cp(
 
 
 @click.command("export")
-@click.argument("checkpoint", metavar="CKPT")
+@click.argument("source", metavar="CKPT")
 @click.argument("target", metavar="OUT")
 @click.option(
     "--format", "format_", type=click.Choice(["safetensors", "torch"]), default="safetensors", show_default=True
@@ -78,25 +88,19 @@ def cp(
 @_only
 @click.option("--ema", is_flag=True, help="The averaged weights (net_ema.) alone, called as the regular ones (net.).")
 @_strip
-@_overwrite
-@options.destructive
-@options.common
-@options.two_stores
+@_from_store_to_store
 def export(
-    checkpoint: str,
-    target: str,
-    format_: str,
+    source: Store,
+    target: Store,
+    *,
+    format_: Literal["safetensors", "torch"],
     component: str,
-    dtype: str | None,
+    dtype: torch.dtype | None,
     shard_size: int,
     only: tuple[str, ...],
     ema: bool,
     strip_prefix: str,
     overwrite: bool,
-    yes: bool,
-    options_: tuple[str, ...],
-    source_options: tuple[str, ...],
-    target_options: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Write the tensors of a checkpoint as safetensors or as a torch file, from store to store in little memory.
@@ -104,19 +108,11 @@ def export(
     OUT is a folder, or one file ending in .safetensors, .pt or .pth. Several safetensors files get the index that
     Hugging Face's loaders expect.
     """
-    there = options.store(target, options_, target_options)
-    allowed = _may_overwrite(there, overwrite, yes)
-    source = locate(options.store(checkpoint, options_, source_options)).component(component)
+    keys = KeyChoice(only, ema, strip_prefix)
+    stored = locate(source).component(component)
     with output.progress(as_json=as_json) as progress:
-        settings = ExportOptions(
-            "torch" if format_ == "torch" else "safetensors",
-            KeyChoice(only, ema, strip_prefix),
-            DTYPES[dtype] if dtype else None,
-            shard_size,
-            allowed,
-            progress,
-        )
-        report = export_checkpoint(source, there, settings)
+        settings = ExportOptions(format_, keys, dtype, shard_size, overwrite, progress)
+        report = export_checkpoint(stored, target, settings)
     if as_json:
         output.print_json(output.plain(report))
         return
@@ -136,35 +132,26 @@ def export(
 @_only
 @_strip
 @click.option("--add-prefix", default="", metavar="TEXT", help="Put this before all names.")
-@_overwrite
-@options.destructive
-@options.common
-@options.two_stores
+@_from_store_to_store
 def import_(
-    source: str,
-    target: str,
-    dtype: str | None,
+    source: Store,
+    target: Store,
+    *,
+    dtype: torch.dtype | None,
     only: tuple[str, ...],
     strip_prefix: str,
     add_prefix: str,
     overwrite: bool,
-    yes: bool,
-    options_: tuple[str, ...],
-    source_options: tuple[str, ...],
-    target_options: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Make a DCP checkpoint of a safetensors file, a folder of them, or a torch file. Nothing in them is run."""
-    there = options.store(target, options_, target_options)
-    allowed = _may_overwrite(there, overwrite, yes)
+    keys = KeyChoice(only, False, strip_prefix, add_prefix)
     with output.progress(as_json=as_json) as progress:
-        keys = KeyChoice(only, False, strip_prefix, add_prefix)
-        settings = ImportOptions(keys, DTYPES[dtype] if dtype else None, allowed, progress)
-        report = import_files(options.store(source, options_, source_options), there, settings)
+        report = import_files(source, target, ImportOptions(keys, dtype, overwrite, progress))
     if as_json:
         output.print_json(output.plain(report))
         return
-    output.show(f"{report.num_keys} keys, {output.size(report.num_bytes)} in {report.seconds:.1f} s: {there.url}")
+    output.show(f"{report.num_keys} keys, {output.size(report.num_bytes)} in {report.seconds:.1f} s: {target.url}")
 
 
 COMMANDS = (cp, export, import_)

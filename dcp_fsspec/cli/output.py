@@ -6,16 +6,15 @@ import datetime
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import click
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as Bars
 from rich.table import Table
 
-from dcp_fsspec.storage.progress import Progress, ProgressCallback
+from dcp_fsspec.storage.bars import told
+from dcp_fsspec.storage.progress import ProgressCallback
 
 _NO_WIDTH = 10_000
 
@@ -88,19 +87,6 @@ def age(seconds: float | None, now: float) -> str:
     return f"{left:.0f} s"
 
 
-@contextlib.contextmanager
-def progress(*, as_json: bool) -> Iterator[ProgressCallback | None]:
+def progress(*, as_json: bool) -> contextlib.AbstractContextManager[ProgressCallback | None]:
     """Give a callback that draws a bar; None where nobody would see it."""
-    if as_json or not sys.stderr.isatty():
-        yield None
-        return
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Bars(TextColumn("{task.description}"), *columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, Any] = {}
-
-        def update(now: Progress) -> None:
-            if now.what not in tasks:
-                tasks[now.what] = bars.add_task(now.what, total=now.total_bytes)
-            bars.update(tasks[now.what], completed=now.done_bytes)
-
-        yield update
+    return told(not as_json)

@@ -4,6 +4,7 @@ fsspec gives every store the same methods, not the same promises. How to publish
 the row of the table; nothing else in the package asks which filesystem it talks to.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -129,7 +130,13 @@ def capabilities_of(fs: AbstractFileSystem) -> Capabilities:
     row = replace(_row_of(fs), **_STREAMED.get(streams(fs), {}))
     # webdav4's own mv hands on to the one of fsspec.
     own_mv = type(fs).mv is not AbstractFileSystem.mv and not type(fs).__module__.startswith("webdav4")
-    return replace(row, moves=own_mv)
+    return replace(row, moves=own_mv, read_options=_known_options(fs, row.read_options))
+
+
+def _known_options(fs: AbstractFileSystem, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leave out what an older version of the filesystem does not know."""
+    known = inspect.signature(getattr(fs, "_cat_file", fs.cat_file)).parameters
+    return {name: value for name, value in options.items() if name in known}
 
 
 def _row_of(fs: AbstractFileSystem) -> Capabilities:

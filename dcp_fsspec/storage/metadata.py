@@ -22,18 +22,13 @@ from dcp_fsspec.errors import CorruptCheckpointError, UnsafeCheckpointError
 from dcp_fsspec.storage import safe_pickle
 from dcp_fsspec.storage.bulk import collection_held_off
 from dcp_fsspec.storage.location import is_safe_relative
+from dcp_fsspec.storage.names import FILE_NAME as FILE_NAME
+from dcp_fsspec.storage.names import SHARD_SUFFIX as SHARD_SUFFIX
+from dcp_fsspec.storage.names import file_name as file_name
 from dcp_fsspec.storage.torch_internals import DCP_VERSION, StorageInfo
-
-FILE_NAME = ".metadata"
-SHARD_SUFFIX = ".distcp"
 
 _MAX_SIZE = 1 << 50
 """Bytes, offsets and element counts beyond this are damage or malice: no store holds such a file."""
-
-
-def file_name(rank: int | None = None) -> str:
-    """Return the name of the metadata file, or of the one that `rank` wrote without collectives."""
-    return FILE_NAME if rank is None else f"__{rank}{FILE_NAME}"
 
 
 def encode(metadata: Metadata, storage_data: Mapping[MetadataIndex, StorageInfo], storage_meta: StorageMeta) -> bytes:

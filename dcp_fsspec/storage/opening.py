@@ -1,5 +1,6 @@
 """From a url and its options to an fsspec filesystem and the path of a folder on it."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +42,9 @@ def open_filesystem(
         return fs, fs._strip_protocol(location)
     options = _with_defaults(location, dict(storage_options))
     fs, path = fsspec.core.url_to_fs(location, **options, **extra)
-    _give_up_soon(fs)
+    if type(fs).__module__.partition(".")[0] == "s3fs":
+        fs.retries = 1  # Trying again is left to us; see `_with_defaults`.
+        _check_s3_options(fs, location)
     if "?" in location.partition("::")[0] and "?" not in path:
         raise ConfigurationError(f"{redact(location)}: {type(fs).__name__} drops what follows '?'")
     return look_through(fs, fs._strip_protocol(path), chained=True)
@@ -92,10 +95,21 @@ def _with_defaults(location: str, options: dict[str, Any]) -> dict[str, Any]:
     return _merge({"use_listings_cache": False, "config_kwargs": config}, chosen)
 
 
-def _give_up_soon(fs: AbstractFileSystem) -> None:
-    """Leave trying again to us; see `_with_defaults`."""
-    if type(fs).__module__.partition(".")[0] == "s3fs":
-        fs.retries = 1
+def _check_s3_options(fs: AbstractFileSystem, location: str) -> None:
+    """Refuse options that s3fs would take now and stumble over when it connects.
+
+    Raises:
+        ConfigurationError: names the one that nobody knows.
+    """
+    from aiobotocore.config import AioConfig
+    from botocore.session import Session
+
+    try:
+        inspect.signature(Session.__init__).bind_partial(None, **fs.kwargs)
+        inspect.signature(Session.create_client).bind_partial(None, "s3", **fs.client_kwargs)
+        AioConfig(**fs.config_kwargs)
+    except TypeError as error:
+        raise ConfigurationError(f"{redact(location)}: s3fs has no such storage option: {error}") from error
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

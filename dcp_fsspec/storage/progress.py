@@ -1,8 +1,11 @@
 """How far a long operation has come, told to whoever asks: a progress bar, a log, a trainer."""
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,13 @@ class Progress:
 
 
 ProgressCallback = Callable[[Progress], None]
-"""Called at the start, from time to time and at the end, by one thread at a time. It should be quick."""
+"""Called at the start, from time to time and at the end, by one thread at a time. It should be quick.
+
+One that raises is not called again; what it was told about goes on.
+"""
+
+ProgressWish = bool | ProgressCallback
+"""A callback; or True: a bar, where standard error is a terminal and rich is installed; or False: nothing."""
 
 
 class Meter:
@@ -43,5 +52,10 @@ class Meter:
         """Count `num_bytes` more."""
         with self._lock:
             self._done_bytes += num_bytes
-            if self._callback is not None:
+            if self._callback is None:
+                return
+            try:
                 self._callback(Progress(self._what, self._done_bytes, self._total_bytes))
+            except Exception:
+                logger.exception("the callback for the progress of %s failed, it is not called again", self._what)
+                self._callback = None

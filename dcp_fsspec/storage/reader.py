@@ -11,6 +11,7 @@ The calls that DCP makes, in order, on every rank::
 """
 
 import dataclasses
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -25,14 +26,18 @@ from torch.futures import Future
 
 from dcp_fsspec.errors import CheckpointNotFoundError, ConfigurationError, DcpFsspecError, StorageReadError
 from dcp_fsspec.storage import checksums, fanout, metadata, tracing
+from dcp_fsspec.storage.bars import told
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.location import checkpoint_id_text
 from dcp_fsspec.storage.opened import SmallFiles, read_checksums, read_metadata
+from dcp_fsspec.storage.progress import ProgressWish
 from dcp_fsspec.storage.reading import ItemReader, Source
-from dcp_fsspec.storage.report import ReadReport
+from dcp_fsspec.storage.report import ReadReport, speed_text
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
 from dcp_fsspec.storage.torch_internals import ExtensionRegistry, called_by_dcp_load
 from dcp_fsspec.storage.transfer import DEFAULT_BUDGET_BYTES, Transfer, check_limits
+
+logger = logging.getLogger(__name__)
 
 Verify = Literal["read", "off", "full"]
 
@@ -60,6 +65,9 @@ class FsspecStorageReader(StorageReader):
         process_group: The ranks that load together, if not all; as given to ``dcp.load``. Needed for `read_once` only.
         trace: Path or url of a folder for a trace of each load, one file a rank, which Perfetto shows. Default: what
             the environment variable ``DCP_FSSPEC_TRACE`` says; without it there is no trace.
+        progress: True: a load that takes long shows a bar on the coordinator, where standard error is a terminal and
+            rich is installed. False: none. A function: called on every rank, with what that rank fetches; see
+            `Progress`.
 
     Raises:
         ConfigurationError: an argument that cannot work.
@@ -80,6 +88,7 @@ class FsspecStorageReader(StorageReader):
         read_once: bool = True,
         process_group: dist.ProcessGroup | None = None,
         trace: str | os.PathLike[str] | None = None,
+        progress: ProgressWish = True,
     ) -> None:
         super().__init__()
         self._store = Store(url, storage_options, filesystem, retry_seconds)
@@ -95,6 +104,8 @@ class FsspecStorageReader(StorageReader):
         self._read_once = read_once
         self._process_group = process_group
         self._trace_folder = trace
+        self._progress = progress
+        self._log_level = logging.INFO
         self._begin()
 
     @classmethod
@@ -108,6 +119,8 @@ class FsspecStorageReader(StorageReader):
         """
         reader = cls(store.location, filesystem=store.fs, **settings)
         reader._store, reader._files = store, files
+        # Part of something larger, which has a line in the log of its own.
+        reader._log_level = logging.DEBUG
         reader._begin()
         return reader
 
@@ -117,6 +130,7 @@ class FsspecStorageReader(StorageReader):
         self._metadata_crc: int | None = None
         self._fingerprint = 0
         self._failure: DcpFsspecError | None = None
+        self._is_coordinator = False
         self._requests_before = self._store.num_requests
         self._retries_before = self._store.num_retries
         self._trace = tracing.begin("load", self.checkpoint_id, self._trace_folder)
@@ -187,6 +201,7 @@ class FsspecStorageReader(StorageReader):
         if self._failure is not None:
             raise self._failure
         self._metadata = metadata
+        self._is_coordinator = is_coordinator
         if self._verify != "off":
             with self._trace.span("GET", file=checksums.FILE_NAME):
                 self._checksums = read_checksums(self._store, metadata, self._metadata_crc, self._files)
@@ -252,6 +267,14 @@ class FsspecStorageReader(StorageReader):
         report.num_retries = self._store.num_retries - self._retries_before
         report.checksums = "off" if self._verify == "off" else "checked" if self._checksums else "absent"
         self.last_report = report
+        logger.log(
+            self._log_level if self._is_coordinator else logging.DEBUG,
+            "%s loaded on this rank: %s, %d requests, %d retries",
+            self.checkpoint_id,
+            speed_text(report.num_bytes, report.seconds),
+            report.num_requests,
+            report.num_retries,
+        )
 
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> ReadReport:
         if self._metadata is None:
@@ -266,9 +289,9 @@ class FsspecStorageReader(StorageReader):
             trace=self._trace,
         )
         threads = self._store.capabilities.threads_for(self._max_concurrency)
-        with self._store.stoppable() as stop:
+        with self._store.stoppable() as stop, told(self._progress, here=self._is_coordinator) as callback:
             transfer = Transfer(threads, self._memory_budget_bytes, stop, self._trace)
-            return ItemReader(source, planner, transfer).read(items)
+            return ItemReader(source, planner, transfer, callback).read(items)
 
     def _read_and_share(
         self, assignment: fanout.Assignment, items: Sequence[ReadItem], planner: LoadPlanner

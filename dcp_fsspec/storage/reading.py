@@ -38,6 +38,7 @@ from dcp_fsspec.storage.landing import (
     tell_autograd,
 )
 from dcp_fsspec.storage.metadata import chunk_of
+from dcp_fsspec.storage.progress import Meter, ProgressCallback
 from dcp_fsspec.storage.ranges import (
     FETCH_BYTES,
     MAX_GAP_BYTES,
@@ -119,12 +120,22 @@ _scratch = Scratch()
 
 
 class ItemReader:
-    """Reads the items of one plan on one rank."""
+    """Reads the items of one plan on one rank.
 
-    def __init__(self, source: Source, planner: LoadPlanner, transfer: Transfer) -> None:
+    Args:
+        source: What to read from.
+        planner: Where to.
+        transfer: How.
+        progress: Told how far it has come.
+    """
+
+    def __init__(
+        self, source: Source, planner: LoadPlanner, transfer: Transfer, progress: ProgressCallback | None = None
+    ) -> None:
         self._source = source
         self._planner = planner
         self._transfer = transfer
+        self._progress = progress
         self._byte_items = ByteItems(source.store.url, source.trust_pickle)
         # Planners are written for one thread; only the copying runs beside it.
         self._planner_lock = threading.Lock()
@@ -135,7 +146,7 @@ class ItemReader:
         """Fill the planner's targets; see `FsspecStorageReader.read_data` for what it raises."""
         with self._source.trace.span("plan", items=len(items)):
             wanted = self._wanted(items)
-        self._fetch(wanted)
+        self._fetch(wanted, self._progress)
         return self._report
 
     def _wanted(self, items: Sequence[ReadItem]) -> list[Wanted[Consumer]]:
@@ -268,34 +279,38 @@ class ItemReader:
 
     # Fetching --------------------------------------------------------------------------------------------
 
-    def _fetch(self, wanted: Sequence[Wanted[Consumer]]) -> None:
+    def _fetch(self, wanted: Sequence[Wanted[Consumer]], progress: ProgressCallback | None = None) -> None:
         capabilities = self._source.store.capabilities
         total = sum(one.num_bytes for one in wanted)
         fetches = merge(
             wanted, fetch_bytes_for(total, self._transfer.max_concurrency) if capabilities.ranges else _WHOLE_FILE
         )
-        self._report.num_bytes += sum(fetch.num_bytes for fetch in fetches)
-        self._transfer.run(self._job(fetch) for fetch in fetches)
+        num_bytes = sum(fetch.num_bytes for fetch in fetches)
+        self._report.num_bytes += num_bytes
+        meter = Meter(f"load {self._source.store.url}", num_bytes, progress)
+        self._transfer.run(self._job(fetch, meter) for fetch in fetches)
 
-    def _job(self, fetch: Fetch[Consumer]) -> Job[None]:
+    def _job(self, fetch: Fetch[Consumer], meter: Meter) -> Job[None]:
         """Prepare a fetch. Called when its turn comes, so that no more memory is asked for than is in flight."""
         if fetch.num_bytes > MAX_SCRATCH_BYTES:
-            return Job(2 * fetch.num_bytes, functools.partial(self._run_large, fetch))
+            return Job(2 * fetch.num_bytes, functools.partial(self._run_large, fetch, meter))
         layout = Layout(fetch)
         cost_bytes = layout.scratch_bytes + self._source.store.capabilities.read_copies * fetch.num_bytes
-        return Job(cost_bytes, functools.partial(self._run, fetch, layout))
+        return Job(cost_bytes, functools.partial(self._run, fetch, layout, meter))
 
-    def _run(self, fetch: Fetch[Consumer], layout: Layout) -> None:
+    def _run(self, fetch: Fetch[Consumer], layout: Layout, meter: Meter) -> None:
         with self._fetching(fetch):
             layout.fill(_scratch, functools.partial(self._source.store.read_into, fetch.file, fetch.start))
         with self._source.trace.span("copy", items=len(fetch.wanted)):
             layout.hand_over()
+        meter.add(fetch.num_bytes)
 
-    def _run_large(self, fetch: Fetch[Consumer]) -> None:
+    def _run_large(self, fetch: Fetch[Consumer], meter: Meter) -> None:
         with self._fetching(fetch):
             data = self._source.store.read_range(fetch.file, fetch.start, fetch.stop)
         with self._source.trace.span("copy", items=len(fetch.wanted)):
             give(fetch, data)
+        meter.add(fetch.num_bytes)
 
     @contextlib.contextmanager
     def _fetching(self, fetch: Fetch[Consumer]) -> Iterator[None]:

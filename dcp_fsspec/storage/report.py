@@ -61,3 +61,9 @@ class ReadReport:
         self.num_bytes += other.num_bytes
         self.num_verified += other.num_verified
         self.num_unverified += other.num_unverified
+
+
+def speed_text(num_bytes: int, seconds: float) -> str:
+    """Return how much took how long, for a log."""
+    speed = num_bytes / 1e6 / seconds if seconds else 0.0
+    return f"{num_bytes / 1e6:.1f} MB in {seconds:.2f} s ({speed:.0f} MB/s)"

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -27,10 +27,12 @@ from dcp_fsspec.errors import (
     UnsafeCheckpointError,
 )
 from dcp_fsspec.storage import checksums, metadata, tracing
+from dcp_fsspec.storage.bars import told
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.framing import is_framed_in_place
 from dcp_fsspec.storage.location import checkpoint_id_text
-from dcp_fsspec.storage.report import SaveReport
+from dcp_fsspec.storage.progress import Meter, ProgressWish
+from dcp_fsspec.storage.report import SaveReport, speed_text
 from dcp_fsspec.storage.splitting import MAX_PIECE_BYTES, file_bytes, item_bytes, pack, split_plan, whole_of
 from dcp_fsspec.storage.torch_internals import StreamTransformExtension
 from dcp_fsspec.storage.transfer import Job, Transfer
@@ -50,7 +52,9 @@ class SaveOptions:
     memory_budget_bytes: int
     overwrite: bool
     extensions: Sequence[StreamTransformExtension]
+    progress: ProgressWish
     trace: str | os.PathLike[str] | None = None
+    log_level: int = logging.INFO
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +95,7 @@ class Save:
         self._is_coordinator = False
         self._requests_before = store.num_requests
         self._retries_before = store.num_retries
+        self._begin = time.monotonic()
 
     @property
     def url(self) -> str:
@@ -108,6 +113,7 @@ class Save:
         """Learn this rank's part."""
         self._is_coordinator, self._rank, self._use_collectives = is_coordinator, rank, use_collectives
         self.trace.until_next("plan")  # The planner's part.
+        self._begin = time.monotonic()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Cut what is large; on the coordinator also look what stands at the url.
@@ -183,14 +189,14 @@ class Save:
         sizes = [item_bytes(item) + _FRAME_OVERHEAD_BYTES for item in plan.items]
         copies = self.store.capabilities.write_copies + (0 if self._in_place(plan, planner) else 1)
         names: list[str] = []
-        jobs = []
+        parts: list[tuple[int, Upload]] = []
         for number, members in enumerate(pack(sizes, self._file_bytes(sum(sizes), copies))):
             name = f"{naming.prefix}{number}{naming.suffix}{metadata.SHARD_SUFFIX}"
             items = [plan.items[member] for member in members]
             names.append(name)
             upload = Upload(self.store, name, items, planner, self._options.extensions, self.trace)
-            jobs.append(Job(sum(sizes[member] for member in members) * copies, upload))
-        results = self._run(jobs, names)
+            parts.append((sum(sizes[member] for member in members), upload))
+        results = self._run(parts, copies, names)
         if len(results) != len(plan.items):
             raise StorageWriteError(f"{self.store.url}: {len(plan.items)} items were planned, {len(results)} written")
         self.report = SaveReport(
@@ -222,12 +228,15 @@ class Save:
         size = file_bytes(total_bytes, self._shard_bytes, self._threads)
         return size + size // 64  # The frames around the pieces must not cost a place.
 
-    def _run(self, jobs: list[Job[list[WriteResult]]], names: list[str]) -> list[WriteResult]:
-        if not jobs:
+    def _run(self, parts: Sequence[tuple[int, Upload]], copies: int, names: list[str]) -> list[WriteResult]:
+        """Run uploads, given with their bytes."""
+        if not parts:
             return []
         self.store.prepare()
         try:
-            with self.store.stoppable() as stop:
+            with self.store.stoppable() as stop, told(self._options.progress, here=self._is_coordinator) as callback:
+                meter = Meter(f"save {self.url}", sum(num_bytes for num_bytes, _ in parts), callback)
+                jobs = (Job(num_bytes * copies, _metered(upload, num_bytes, meter)) for num_bytes, upload in parts)
                 transfer = Transfer(self._threads, self._options.memory_budget_bytes, stop, self.trace)
                 per_file = transfer.run(jobs)
             with self.trace.span("flush"):
@@ -309,6 +318,17 @@ class Save:
         self._remove_old({*names, checksums_name})
         self.report.num_requests = self.store.num_requests - self._requests_before
         self.report.num_retries = self.store.num_retries - self._retries_before
+        num_bytes = sum(result.size_in_bytes for of_rank in results for result in of_rank)
+        logger.log(
+            self._options.log_level,
+            "%s saved by %d rank(s): %s, %d files; on this rank %d requests, %d retries",
+            self.url,
+            len(results),
+            speed_text(num_bytes, time.monotonic() - self._begin),
+            len(names),
+            self.report.num_requests,
+            self.report.num_retries,
+        )
 
     def _discard(self, names: Iterable[str]) -> None:
         self.store.remove_all(names, "left behind by a failed save")
@@ -326,6 +346,15 @@ class Save:
 
     def _remove_old(self, current: set[str]) -> None:
         self.store.remove_all(self._old_files - current, "the new checkpoint is committed; files of the old one")
+
+
+def _metered(upload: Upload, num_bytes: int, meter: Meter) -> Callable[[], list[WriteResult]]:
+    def run() -> list[WriteResult]:
+        results = upload()
+        meter.add(num_bytes)
+        return results
+
+    return run
 
 
 def _is_stock(planner: SavePlanner) -> bool:

@@ -4,10 +4,14 @@ Memory touched for the first time costs more than copying into it, and what thre
 their allocators. So copies on their way go through one mapping per thread, which goes back to the system with it.
 """
 
+from __future__ import annotations
+
 import mmap
 import threading
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _ALIGNMENT = 64
 
@@ -48,6 +52,8 @@ class HostCopies:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy of `tensor`, in the buffer if it has room."""
+        import torch  # By now it is there; importing it takes seconds, and listing a folder does not need it.
+
         start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
         size = tensor.numel() * tensor.element_size()
         if not size or start + size > len(self._buffer):

@@ -10,6 +10,8 @@ The calls that DCP makes, in order, and where they run::
     finish                 coordinator    checksums.json, then .metadata: the commit; then old files go
 """
 
+import dataclasses
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,7 @@ from torch.futures import Future
 
 from dcp_fsspec.errors import ConfigurationError, DcpFsspecError
 from dcp_fsspec.storage.filesystem import Store
+from dcp_fsspec.storage.progress import ProgressWish
 from dcp_fsspec.storage.report import SaveReport
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
 from dcp_fsspec.storage.saving import Save, SaveOptions
@@ -55,6 +58,9 @@ class FsspecStorageWriter(StorageWriter):
         extensions: Torch's stream transforms, applied to each item, for instance its ``ZStandard``.
         trace: Path or url of a folder for a trace of each save, one file a rank, which Perfetto shows. Default: what
             the environment variable ``DCP_FSSPEC_TRACE`` says; without it there is no trace.
+        progress: True: a save that takes long shows a bar on the coordinator, where standard error is a terminal and
+            rich is installed. False: none. A function: called on every rank, with what that rank writes; see
+            `Progress`.
 
     Raises:
         ConfigurationError: an argument that cannot work.
@@ -73,6 +79,7 @@ class FsspecStorageWriter(StorageWriter):
         overwrite: bool = True,
         extensions: Sequence[StreamTransformExtension] = (),
         trace: str | os.PathLike[str] | None = None,
+        progress: ProgressWish = True,
     ) -> None:
         super().__init__()
         if shard_bytes is not None and not _MIN_SHARD_BYTES <= shard_bytes <= _MAX_SHARD_BYTES:
@@ -87,6 +94,7 @@ class FsspecStorageWriter(StorageWriter):
             overwrite=overwrite,
             extensions=tuple(extensions),
             trace=trace,
+            progress=progress,
         )
         self._store = Store(url, storage_options, filesystem, retry_seconds)
         self._current = _Current()
@@ -97,6 +105,8 @@ class FsspecStorageWriter(StorageWriter):
         """Return a writer to the folder that `store` is; `settings` are keyword arguments of the constructor."""
         writer = cls(store.location, filesystem=store.fs, **settings)
         writer._store = store
+        # Part of something larger, which has a line in the log of its own.
+        writer._options = dataclasses.replace(writer._options, log_level=logging.DEBUG)
         return writer
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A short save and load of a made-up state against a user's own store, and what the figures suggest."""
 
+import contextlib
 import secrets
 import statistics
 import time
@@ -103,11 +104,21 @@ def bench(store: Store, num_bytes: int = 256 << 20, step: Callable[[str], None] 
         for threads in sorted(more, key=lambda number: (number != usual, number)):
             step(f"{threads} requests at a time")
             report.rounds.append(_round(folder, state, threads))
-    finally:
-        folder.remove_all(folder.list_files(), "left behind by a benchmark")
-        folder.remove_folder()
+    except BaseException as error:
+        if report.latency_seconds or isinstance(
+            error, Exception
+        ):  # Else the user waits no longer for the first answer.
+            with contextlib.suppress(DcpFsspecError):
+                _remove(folder)
+        raise
+    _remove(folder)
     report.advice = _advice(report, object_store=not folder.capabilities.local)
     return report
+
+
+def _remove(folder: Store) -> None:
+    folder.remove_all(folder.list_files(), "left behind by a benchmark")
+    folder.remove_folder()
 
 
 def _state(num_bytes: int) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """What lies below a folder, from one recursive listing: iterations and their components, of whatever software."""
 
+import functools
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -8,8 +9,9 @@ from typing import Literal
 from dcp_fsspec.checkpointer import layout
 from dcp_fsspec.checkpointer.catalog import Catalog
 from dcp_fsspec.errors import CheckpointNotFoundError
-from dcp_fsspec.storage import metadata
+from dcp_fsspec.storage import names
 from dcp_fsspec.storage.filesystem import Store
+from dcp_fsspec.storage.object_listing import list_times
 
 Kind = Literal["component", "iteration", "folder"]
 Files = Mapping[str, tuple[int, float | None]]
@@ -17,6 +19,8 @@ Files = Mapping[str, tuple[int, float | None]]
 
 _STEP = re.compile(r"step-(\d+)")
 """How torchtitan calls the folder of an iteration."""
+
+_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class Listing:
 
 def kind_of(name: str, entries: Collection[str]) -> Kind:
     """Tell what a folder is from its `name` and the names of what lies directly in it."""
-    if metadata.FILE_NAME in entries:
+    if names.FILE_NAME in entries:
         return "component"
     if layout.COMMIT_NAME in entries or layout.iteration_of(name) is not None:
         return "iteration"
@@ -98,23 +102,25 @@ def number_of(folder: str) -> int | None:
 
 
 def list_checkpoints(store: Store) -> Listing:
-    """List the checkpoints below a folder: one recursive listing and the pointer, no checkpoint is opened.
+    """List the checkpoints below a folder: the pointer and one recursive listing, no checkpoint is opened.
 
-    Whether a commit record can be read as one is not looked at.
+    A long listing takes up to two requests more, since ranges of it are asked for at a time. Whether a commit record
+    can be read as one is not looked at.
 
     Raises:
         CheckpointNotFoundError: there is nothing.
         StorageReadError: the store did not answer.
     """
-    files = store.list_times()
+    pointer = Catalog.of(store).pointer()
+    files = list_times(store, functools.partial(_thirds, pointer))
     if not files:
         raise CheckpointNotFoundError(f"there is nothing at {store.url}, or no such folder or bucket")
     below = f"{layout.CHECKPOINTS_FOLDER}/"
     if f"{below}{layout.POINTER_NAME}" in files and layout.POINTER_NAME not in files:
         store = store.child(layout.CHECKPOINTS_FOLDER)  # The folder of a job.
         files = {name.removeprefix(below): one for name, one in files.items() if name.startswith(below)}
+        pointer = Catalog.of(store).pointer()
     kind = kind_of(store.url.rpartition("/")[2], {name.partition("/")[0] for name in files})
-    pointer = Catalog.of(store).pointer() if layout.POINTER_NAME in files else None
     if kind != "folder":
         name = store.url.rpartition("/")[2]
         found = [_iteration("", files, pointed=False, number=number_of(name), named=layout.iteration_of(name))]
@@ -129,6 +135,14 @@ def list_checkpoints(store: Store) -> Listing:
     return Listing(store.url, kind, pointer, tuple(found))
 
 
+def _thirds(pointer: str | None, first: str) -> list[str]:
+    """Return names by which a long listing, of which the first name is known, falls into about equal parts."""
+    begin, end = layout.iteration_of(first.partition("/")[0]), layout.iteration_of(pointer or "")
+    if begin is None or end is None or end - begin < _PARTS:
+        return []
+    return [layout.folder_of(begin + (end - begin) * part // _PARTS) for part in range(1, _PARTS)]
+
+
 def _by_folder(files: Files) -> dict[str, dict[str, tuple[int, float | None]]]:
     folders: dict[str, dict[str, tuple[int, float | None]]] = {}
     for name, one in files.items():
@@ -139,7 +153,7 @@ def _by_folder(files: Files) -> dict[str, dict[str, tuple[int, float | None]]]:
 
 
 def _iteration(folder: str, files: Files, *, pointed: bool, number: int | None, named: int | None) -> IterationEntry:
-    flat = metadata.FILE_NAME in files
+    flat = names.FILE_NAME in files
     components = [_component("", files)] if flat else [_component(*one) for one in sorted(_by_folder(files).items())]
     has_record = layout.COMMIT_NAME in files
     complete = bool(components) and all(one.complete for one in components)
@@ -147,7 +161,7 @@ def _iteration(folder: str, files: Files, *, pointed: bool, number: int | None, 
     # The rule of the catalog for folders of other software; a folder with a name of its own is no affair of it.
     foreign = complete and (pointed or named is None or (standard and not flat))
     times = [time for _, time in files.values() if time is not None]
-    marks = [files[name][1] for name in (layout.COMMIT_NAME, metadata.FILE_NAME) if name in files]
+    marks = [files[name][1] for name in (layout.COMMIT_NAME, names.FILE_NAME) if name in files]
     return IterationEntry(
         folder,
         number,
@@ -163,4 +177,4 @@ def _iteration(folder: str, files: Files, *, pointed: bool, number: int | None, 
 
 
 def _component(name: str, files: Files) -> ComponentEntry:
-    return ComponentEntry(name, len(files), sum(size for size, _ in files.values()), metadata.FILE_NAME in files)
+    return ComponentEntry(name, len(files), sum(size for size, _ in files.values()), names.FILE_NAME in files)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from dcp_fsspec.cli import options
+from dcp_fsspec.cli.app import cli
 from support.commands import flags, run, run_process, start
 from support.stores import FolderStore, S3Store, Store
 
@@ -51,10 +54,9 @@ def test_a_wrong_url_or_option_is_wrong_usage(arguments: tuple[str, ...]) -> Non
     assert not answer.out
 
 
-def test_an_option_that_the_filesystem_does_not_know_is_named() -> None:
-    answer = run(None, "ls", "s3://bucket/x", "--option", "no_such_option=1", "--option", "anon=true", code=None)
-    # s3fs finds out when it connects, so it looks like a failure of the store.
-    assert answer.code in (2, 4)
+@pytest.mark.parametrize("name", ["no_such_option", "client_kwargs.no_such_option", "config_kwargs.no_such_option"])
+def test_an_option_that_the_filesystem_does_not_know_is_named(name: str) -> None:
+    answer = run(None, "ls", "s3://bucket/x", "--option", f"{name}=1", "--option", "anon=true", code=2)
     assert "no_such_option" in answer.line
 
 
@@ -74,8 +76,8 @@ def test_a_broken_or_hostile_checkpoint_is_refused(store: Store, place: Any, tmp
     name = "run/iter_000000002/model/.metadata"
     good = store.raw_read(name)
     store.raw_write(name, good[: len(good) // 2])
-    for command in ("show", "export", "cp"):
-        target = () if command == "show" else (str(tmp_path / command),)
+    for command in ("show", "export", "cp", "diff"):
+        target = () if command == "show" else (root,) if command == "diff" else (str(tmp_path / command),)
         assert ".metadata" in run(store, command, f"{root}/iter_000000002", *target, code=5).line
     run(store, "verify", root, code=1)
     store.raw_write(name, b"cposix\nsystem\n(S'touch hacked'\ntR.")
@@ -85,15 +87,77 @@ def test_a_broken_or_hostile_checkpoint_is_refused(store: Store, place: Any, tmp
     assert "model" in run(store, "export", f"{root}/iter_000000002", str(tmp_path / "x"), code=3).line
 
 
-def test_an_interrupt_ends_a_command_at_once() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
+COMMANDS = {
+    "ls": ("URL",),
+    "show": ("URL",),
+    "verify": ("URL",),
+    "diff": ("URL", "LOCAL"),
+    "cp": ("URL", "LOCAL"),
+    "export": ("URL", "LOCAL"),
+    "import": ("URL", "LOCAL"),
+    "latest": ("URL",),
+    "prune": ("URL", "--keep-latest", "1"),
+    "sweep": ("URL",),
+    "bench": ("URL", "--size", "1MiB"),
+}
+"""Every command, with what it needs."""
+
+
+def _failure(store: Store | None, command: str, url: str, tmp_path: Path, *options: str, code: int) -> str:
+    """Return the one line with which a command ends; bench has said before what it is about to do."""
+    words = [{"URL": url, "LOCAL": str(tmp_path / "local")}.get(word, word) for word in COMMANDS[command]]
+    answer = run(store, command, *options, *words, code=code)
+    if command == "bench":
+        answer.err = "".join(line for line in answer.err.splitlines(keepends=True) if line != "latency ...\n")
+    return answer.line
+
+
+def test_all_commands_are_tried() -> None:
+    assert list(COMMANDS) == cli.list_commands(click.Context(cli))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_ends_with_a_line_on_a_wrong_url_and_a_wrong_option(command: str, tmp_path: Path) -> None:
+    assert "nosuch" in _failure(None, command, "nosuch://bucket/run", tmp_path, code=2)
+    wrong = ("--option", "no_such_option=1")
+    assert "no_such_option" in _failure(None, command, "s3://bucket/run", tmp_path, *wrong, code=2)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_ends_with_a_line_without_rights(command: str, seaweed_store: S3Store, tmp_path: Path) -> None:
+    wrong = FolderStore(Path("/"), "/", {**(seaweed_store.storage_options or {}), "secret": "wrong-secret"})
+    assert "credentials" in _failure(wrong, command, seaweed_store.below("run"), tmp_path, code=4)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_ends_with_a_line_on_an_interrupt(command: str, tmp_path: Path) -> None:
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        held: list[socket.socket] = []
+
+        def interrupt() -> None:
+            held.append(listener.accept()[0])  # It waits for an answer that never comes.
+            signal.pthread_kill(main_thread, signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        endpoint = f"client_kwargs.endpoint_url=http://127.0.0.1:{listener.getsockname()[1]}"
+        options = ("--option", "key=abc", "--option", "secret=def", "--option", endpoint)
+        assert "interrupted" in _failure(None, command, "s3://bucket/run", tmp_path, *options, code=130)
+        thread.join()
+        for one in held:
+            one.close()
+
+
+def test_an_interrupt_ends_a_process_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(120)
         endpoint = f"client_kwargs.endpoint_url=http://127.0.0.1:{listener.getsockname()[1]}"
         words = ("--option", "key=abc", "--option", "secret=def", "--option", endpoint)
         process = start("ls", "s3://bucket/run", *words)
-        connection, _ = listener.accept()  # It waits for an answer that never comes.
+        connection, _ = listener.accept()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
         connection.close()
@@ -117,7 +181,7 @@ def test_the_real_command_answers(written: dict[str, Path]) -> None:
 
 
 def test_every_command_explains_itself() -> None:
-    for command in ("ls", "show", "verify", "diff", "cp", "export", "import", "latest", "prune", "sweep", "bench"):
+    for command in COMMANDS:
         answer = run(None, command, "--help")
         assert "--option" in answer.out
         assert "--json" in answer.out

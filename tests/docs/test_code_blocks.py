@@ -2,7 +2,7 @@
 
 The blocks of one file share their names, in order, and begin with what a reader has at hand: a model, its optimizer, a
 state. `s3://` means `memory://` here. A block after the comment `<!-- compiled only -->` needs what a test does not
-have, such as an account; it must be valid Python.
+have, such as an account; it must be valid Python. One after `<!-- recipe -->` is a program: see tests/recipes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^(?P<mark><!-- compiled only -->\n)?```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^(?P<mark><!-- (?:compiled only|recipe.*) -->\n)?```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
