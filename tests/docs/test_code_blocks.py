@@ -1,7 +1,7 @@
 """The Python blocks of the README and of docs/ run as they are printed.
 
 The blocks of one file share their names, in order, and begin with what a reader has at hand: a model, its optimizer, a
-state. `s3://` means `memory://` here. A block after the comment `<!-- compiled only -->` needs what a test does not
+state. `s3://bucket` means `memory://` here. A block after the comment `<!-- compiled only -->` needs what a test does not
 have, such as an account; it must be valid Python. One after `<!-- recipe -->` is a program: see tests/recipes.
 """
 
@@ -71,7 +71,7 @@ def test_the_python_blocks_run_in_their_order(path: Path, tmp_path: Path, monkey
     blocks = _blocks(path)
     assert len(blocks) == path.read_text(encoding="utf-8").count("```python"), "a block is not closed, or indented"
     for block in blocks:
-        compiled = compile(block.code.replace("s3://", f"memory://{tmp_path.name}/"), str(path), "exec")
+        compiled = compile(block.code.replace("s3://bucket", f"memory://{tmp_path.name}"), str(path), "exec")
         if not block.only_compiled:
             exec(compiled, module.__dict__)
 
