@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
-    r"^(?P<mark><!-- (?:compiled only|recipe.*) -->\n)?```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
+    r"^(?P<mark><!-- (?:compiled only|recipe[^\n]*) -->\n)?```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
 )
 
 
