@@ -1,4 +1,4 @@
-"""The checks of this project: `nox` runs lint, types and tests; the others run by `nox -s NAME`."""
+"""The checks of this project: `nox` runs lint, docs, types and tests; the others run by `nox -s NAME`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "types", "docs", "tests"]
+nox.options.sessions = ["lint", "docs", "tests"]
 nox.options.error_on_missing_interpreters = True
 
 GROUPS = tomllib.loads(Path("pyproject.toml").read_text())["dependency-groups"]
@@ -20,7 +20,8 @@ AZURITE = "azurite@3.35.0"
 
 def install(session: nox.Session, *requirements: str, groups: tuple[str, ...]) -> None:
     in_groups = [requirement for group in groups for requirement in GROUPS[group]]
-    session.install("-qq", "-c", "constraints.txt", *requirements, *in_groups)
+    # Compiling all of torch takes longer than compiling what is imported.
+    session.install("-qq", "--no-compile", "-c", "constraints.txt", *requirements, *in_groups)
     # Ranks are processes: each would compile torch anew where bytecode may not be written.
     session.env["PYTHONDONTWRITEBYTECODE"] = None
 
@@ -35,7 +36,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="venv")
 def types(session: nox.Session) -> None:
-    """Types, strictly."""
+    """Types, strictly. Part of `tests` as well, which has torch installed anyhow."""
     install(session, ".", groups=("types",))
     session.run("mypy", "--strict", *CHECKED_BY_MYPY)
 
@@ -56,11 +57,13 @@ def install_azurite(session: nox.Session) -> None:
 
 @nox.session(venv_backend="venv")
 def tests(session: nox.Session) -> None:
-    """The tests, against the built wheel. Arguments after `--` go to pytest."""
-    install(session, ".", groups=("test", "peers"))
+    """Types, then the tests, against the built wheel. Arguments after `--` go to pytest, and no types are checked."""
+    install(session, ".", groups=("test", "peers", "types"))
+    if not session.posargs:
+        session.run("mypy", "--strict", *CHECKED_BY_MYPY)
     install_azurite(session)
-    # Most tests wait for servers and processes, so three run at a time; a file's tests share what is slow to start.
-    session.run("pytest", "-q", "-n", "3", "--dist", "loadfile", *session.posargs)
+    # Most tests wait for servers and processes, so four run at a time; a file's tests share what is slow to start.
+    session.run("pytest", "-q", "-n", "4", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session(venv_backend="venv")

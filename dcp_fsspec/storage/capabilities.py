@@ -16,7 +16,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dcp_fsspec.storage.clients import streams
+from dcp_fsspec.storage.clients import goes_direct, streams
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,8 @@ _STREAMED: Mapping[str, dict[str, Any]] = {
     "obstore": {"write_copies": 0},
 }
 """What changes where buffers go up and down without a copy; see `clients`."""
+_DIRECT = {"write_copies": 0, "read_copies": 0, "shard_bytes": 8 << 20}
+"""What changes where they go past the filesystem."""
 
 _LOCAL = Capabilities(
     local=True,
@@ -128,6 +130,8 @@ def capabilities_of(fs: AbstractFileSystem) -> Capabilities:
         inner = capabilities_of(fs.fs)
         return Capabilities(max_concurrency=4, moves=True) if inner.local else inner
     row = replace(_row_of(fs), **_STREAMED.get(streams(fs), {}))
+    if goes_direct(fs):
+        row = replace(row, **_DIRECT)
     # webdav4's own mv hands on to the one of fsspec.
     own_mv = type(fs).mv is not AbstractFileSystem.mv and not type(fs).__module__.startswith("webdav4")
     return replace(row, moves=own_mv, read_options=_known_options(fs, row.read_options))

@@ -46,6 +46,11 @@ def streams(fs: AbstractFileSystem) -> str:
     return package if package in known and hasattr(fs, known[package]) and not _needs_joined(package) else ""
 
 
+def goes_direct(fs: AbstractFileSystem) -> bool:
+    """Tell whether bytes go past `fs`, by requests that it signs."""
+    return bool(streams(fs)) and signer_of(fs) is not None
+
+
 def _needs_joined(package: str) -> bool:
     """Tell whether bodies must be plain bytes: botocore signs by awscrt where that is installed, which reads them."""
     if package != "s3fs":
@@ -57,9 +62,8 @@ def _needs_joined(package: str) -> bool:
 
 def client_of(fs: AbstractFileSystem) -> Client:
     """Return the shortest way to `fs`. It serves the process that it was made in."""
-    package = streams(fs)
-    usual = {"s3fs": _S3fs, "obstore": _Obstore}.get(package, _Fsspec)(fs)
-    signer = signer_of(fs) if package else None
+    usual = {"s3fs": _S3fs, "obstore": _Obstore}.get(streams(fs), _Fsspec)(fs)
+    signer = signer_of(fs) if goes_direct(fs) else None
     return usual if signer is None else _Direct(fs, signer, usual)
 
 

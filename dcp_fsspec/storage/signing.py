@@ -77,7 +77,7 @@ def signer_of(fs: AbstractFileSystem) -> Signer | None:
     if package == "s3fs":
         plain = not (fs.req_kw or fs.s3_additional_kwargs or fs.config_kwargs.get("proxies"))
         return _S3fs(fs) if plain else None
-    return _Obstore(fs) if package == "obstore" else None
+    return _Obstore(fs) if package == "obstore" and "s3" in fs.protocol else None
 
 
 @functools.lru_cache

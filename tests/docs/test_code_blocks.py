@@ -1,8 +1,8 @@
 """The Python blocks of the README and of docs/ run as they are printed.
 
 The blocks of one file share their names, in order, and begin with what a reader has at hand: a model, its optimizer, a
-state. `s3://bucket` means `memory://` here. A block after the comment `<!-- compiled only -->` needs what a test does not
-have, such as an account; it must be valid Python. One after `<!-- recipe -->` is a program: see tests/recipes.
+state. `s3://bucket` means `memory://` here. A block after the comment `<!-- compiled only -->` needs what a test does
+not have, such as an account; it must be valid Python. One after `<!-- recipe -->` is a program: see tests/recipes.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from support.tensors import assert_bits_equal
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-NUM_KILLS = int(os.environ.get("DCP_FSSPEC_KILLS", "5"))
+NUM_KILLS = int(os.environ.get("DCP_FSSPEC_KILLS", "3"))
 SAVE_EVERY = 2
 COMPONENTS = ("model", "optim", "scheduler", "trainer", "rng", "data")
 
