@@ -106,7 +106,7 @@ _STREAMED: Mapping[str, dict[str, Any]] = {
     "obstore": {"write_copies": 0},
 }
 """What changes where buffers go up and down without a copy; see `clients`."""
-_DIRECT = {"write_copies": 0, "read_copies": 0, "shard_bytes": 8 << 20}
+_DIRECT: Mapping[str, Any] = {"write_copies": 0, "read_copies": 0, "shard_bytes": 8 << 20}
 """What changes where they go past the filesystem."""
 
 _LOCAL = Capabilities(
