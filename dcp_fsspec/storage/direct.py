@@ -163,7 +163,9 @@ def _ask(
     except ConnectionError:
         # A store that refuses need not read to the end before it answers.
         with contextlib.suppress(OSError, http.client.HTTPException):
-            return connection.getresponse()
+            answer = connection.getresponse()
+            if answer.status >= 300:
+                return answer
         raise
     return connection.getresponse()
 
