@@ -109,10 +109,10 @@ VERBS: dict[str, tuple[str, str, str, Action]] = {
     "cut": ("load", "GET", "*.distcp", Cut()),
 }
 BUSY = f"[Errno {errno.EBUSY}]"
-"""What s3fs makes of SlowDown."""
+"""What becomes of SlowDown."""
 
 CAUSES = {"puts": BUSY, "resets": "Connection", "commit": BUSY, "look": "OSError", "gets": BUSY}
-CAUSES |= {"shards": "Connection", "cut": "ClientPayloadError"}
+CAUSES |= {"shards": "Connection", "cut": "EOFError"}
 ONLY_COORDINATOR = ("commit", "look")
 
 

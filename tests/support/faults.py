@@ -108,6 +108,11 @@ class Exchange:
         return self.path.lstrip("/").partition("/")[2]
 
     @property
+    def signature(self) -> str:
+        """What the request is signed with, key included: in a header, or in the url."""
+        return self.headers.get("authorization") or f"Credential={self.query.get('X-Amz-Credential', '')}"
+
+    @property
     def range(self) -> str | None:
         return self.headers.get("range")
 
