@@ -74,7 +74,8 @@ class DistributedCheckpointer:
         components: Further parts of the job's state by name; those of which each rank has its own as `PerRank`.
         process_group: The ranks of the job. Default: all of them.
         on_busy: What `save` does while the last upload is still under way: wait for it, or skip this one.
-        upload_timeout_seconds: An upload in the background that takes longer is given up.
+        upload_timeout_seconds: An upload in the background that takes longer is given up, and pruning that does so is
+            not waited for.
         overwrite: Allow to replace committed iterations.
         key_mapping: How the model's keys are called in this job's checkpoints; see `KeyMapping`.
         writer_settings: Keyword arguments for `FsspecStorageWriter`, such as ``max_concurrency``.
@@ -127,7 +128,7 @@ class DistributedCheckpointer:
         self._upload_timeout_seconds = upload_timeout_seconds
         self._pid = os.getpid()
         self._uploader = self._make_uploader(options)
-        self._pruner = Pruner(self.catalog.copy(), retention) if retention is not None else None
+        self._pruner = Pruner(self.catalog.copy(), retention, upload_timeout_seconds) if retention is not None else None
         self._gone_back_to: int | None = None
         self._uploading: int | None = None
         self.last_load_report = LoadReport()
@@ -417,7 +418,7 @@ class DistributedCheckpointer:
         finally:
             self._uploader.close()
             if self._pruner is not None:
-                self._pruner.wait(self._upload_timeout_seconds)
+                self._pruner.wait()
 
     def _check_process(self) -> None:
         if self._async_mode != "disabled" and os.getpid() != self._pid:

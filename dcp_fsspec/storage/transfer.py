@@ -5,11 +5,12 @@ memory is bounded however many there are. The first failure, or an interrupt, st
 waited for, and no thread outlives the call.
 """
 
+import contextlib
 import itertools
+import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -82,21 +83,16 @@ class Transfer:
             self._make_room(running, None)
         return [future.result() for future in futures]
 
-    @contextmanager
-    def _pool(self) -> Iterator[ThreadPoolExecutor]:
-        prefix = f"dcp_fsspec_{next(_POOL_NUMBERS)}"
-        pool = ThreadPoolExecutor(self._max_concurrency, thread_name_prefix=prefix)
+    @contextlib.contextmanager
+    def _pool(self) -> Iterator["_Pool[T]"]:
+        pool: _Pool[T] = _Pool(self._max_concurrency)
         try:
             yield pool
         except BaseException:
             self._stop.set()
             raise
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-            # An interrupt in the middle of submit can make the pool forget a thread that it has started.
-            for thread in threading.enumerate():
-                if thread.name.startswith(f"{prefix}_"):
-                    thread.join()
+            pool.end()
 
     def _make_room(self, running: dict[Future[T], int], cost_bytes: int | None) -> None:
         """Wait until `cost_bytes` more fit beside `running`, or until all is done when it is None."""
@@ -126,6 +122,61 @@ class Transfer:
         for other in failed[1:]:
             failed[0].add_note(f"another transfer failed as well: {type(other).__name__}: {other}")
         raise failed[0]
+
+
+class _Pool(Generic[T]):
+    """Threads that run jobs, started as they are needed.
+
+    They are daemons if the thread that makes the pool is one: an upload in the background that hangs must not keep the
+    program from ending, as the threads of ``concurrent.futures`` do in any case.
+
+    Args:
+        max_threads: How many at most.
+    """
+
+    def __init__(self, max_threads: int) -> None:
+        self._max_threads = max_threads
+        self._name = f"dcp_fsspec_{next(_POOL_NUMBERS)}"
+        self._waiting: queue.SimpleQueue[tuple[Future[T], Callable[[], T]] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._num_threads = 0
+
+    def submit(self, run: Callable[[], T]) -> Future[T]:
+        """Have `run` called by one of the threads."""
+        future: Future[T] = Future()
+        self._waiting.put((future, run))
+        if not self._idle.acquire(blocking=False) and self._num_threads < self._max_threads:
+            self._num_threads += 1
+            threading.Thread(target=self._work, name=f"{self._name}_{self._num_threads}").start()
+        return future
+
+    def _work(self) -> None:
+        while (one := self._waiting.get()) is not None:
+            _fulfil(*one)
+            del one  # What it holds must not outlive it.
+            self._idle.release()
+        self._waiting.put(None)  # For the others.
+
+    def end(self) -> None:
+        """Drop what has not begun, and wait for what has."""
+        with contextlib.suppress(queue.Empty):
+            while (one := self._waiting.get_nowait()) is not None:
+                one[0].cancel()
+        self._waiting.put(None)
+        # By name: an interrupt in the middle of submit can make it forget a thread that it has started.
+        for thread in threading.enumerate():
+            if thread.name.startswith(f"{self._name}_"):
+                thread.join()
+
+
+def _fulfil(future: Future[T], run: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(run())
+    except BaseException as error:
+        future.set_exception(error)
+        del future  # Its error holds this frame.
 
 
 def check_limits(max_concurrency: int | None, memory_budget_bytes: int) -> None:

@@ -30,16 +30,23 @@ import json, os, sys
 url, options, mode, ending, timeout_seconds = sys.argv[1], json.loads(sys.argv[2]), *sys.argv[3:]
 import torch
 import torch.distributed as dist
-from dcp_fsspec import DistributedCheckpointer
+from dcp_fsspec import DistributedCheckpointer, KeepLatest
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
 torch.manual_seed(1)
 model = torch.nn.Linear(3, 3)
 checkpointer = DistributedCheckpointer(
-    url, storage_options=options, async_mode=mode, upload_timeout_seconds=float(timeout_seconds)
+    url,
+    storage_options=options,
+    async_mode=mode,
+    upload_timeout_seconds=float(timeout_seconds),
+    retention=KeepLatest(1) if ending == "prune" else None,
 )
 pid = checkpointer._uploader._process.process.pid if mode == "async_with_pinned_mem" else 0
 print(f"worker {pid}", flush=True)
+if ending == "prune":
+    checkpointer.save(model, None, None, None, 6)
+    checkpointer.wait()
 checkpointer.save(model, None, None, None, 7)
 print("saved", flush=True)
 if ending == "exit":
@@ -92,23 +99,32 @@ def test_h15_whatever_way_a_script_ends_its_checkpoint_is_complete(
         proxied_store.close()
 
 
-@pytest.mark.parametrize("mode", BACKGROUND)
-def test_h15_a_script_that_ends_while_the_store_hangs_names_the_lost_iteration(
-    mode: str, proxied_store: S3Store, proxy: FaultProxy
+@pytest.mark.parametrize(
+    ("mode", "key"), [("async", "*.distcp"), ("async", "*/commit.json"), ("async_with_pinned_mem", "*.distcp")]
+)
+def test_h15_a_script_that_ends_while_the_store_hangs_ends_in_time_and_names_the_lost_iteration(
+    mode: str, key: str, proxied_store: S3Store, proxy: FaultProxy
 ) -> None:
-    """With a thread, the program then still waits until the store's own client gives up."""
     stall = Stall()
-    proxy.add(stall, operation="PUT", key="*.distcp", times=None)
-    command = [sys.executable, "-c", _SCRIPT, *_arguments(proxied_store, mode, "fall off", 3)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=_environment(), stdout=pipe, stderr=pipe, text=True) as script:
-        assert script.stderr is not None
-        said = next(line for line in script.stderr if "iteration 7 was NOT saved" in line)
-        assert "given up" in said
-        stall.released.set()
-        output, _ = script.communicate(timeout=100)
-    assert all(gone(pid) for pid in _workers(output) if pid)
+    proxy.add(stall, operation="PUT", key=key, times=None)
+    ended = _run(proxied_store, mode, "fall off", 3)
+    assert stall.arrived.is_set()
+    assert ended.returncode == 0, ended.stderr
+    assert "iteration 7 was NOT saved" in ended.stderr
+    assert "given up" in ended.stderr
+    assert all(gone(pid) for pid in _workers(ended.stdout) if pid)
     assert Catalog(proxied_store.url, storage_options=proxied_store.storage_options).pointee() is None
+
+
+def test_a_script_that_ends_while_a_delete_hangs_ends_in_time(proxied_store: S3Store, proxy: FaultProxy) -> None:
+    stall = Stall()
+    proxy.add(stall, operation="DELETE", key="*iter_000000006/*", times=None)
+    proxy.add(stall, operation="DELETE_MANY", times=None)
+    ended = _run(proxied_store, "disabled", "prune", 3)
+    assert stall.arrived.is_set()
+    assert ended.returncode == 0, ended.stderr
+    assert "is not waited for any longer" in ended.stderr
+    assert _is_complete(proxied_store)
 
 
 @pytest.mark.distributed
