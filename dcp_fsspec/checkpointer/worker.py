@@ -101,6 +101,10 @@ class _Trainer:
 def yield_to_training() -> None:
     """Lower the priority of this process for CPU and disk, and keep it to one thread of computation."""
     os.nice(_NICENESS)
+    # Where Linux shares the CPU out among sessions, as it does outside of containers, niceness counts within one only,
+    # and this process is a session of its own. Whether it may be set, and is not being set too often, is not certain.
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as autogroup:
+        autogroup.write(str(_NICENESS))
     number = _IOPRIO_SET.get(platform.machine())
     if sys.platform == "linux" and number is not None:
         ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, _IO_BEST_EFFORT_LOWEST)

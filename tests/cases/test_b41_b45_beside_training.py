@@ -7,6 +7,7 @@ import random
 import resource
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -40,6 +41,8 @@ def test_b41_save_returns_before_anything_is_written(mode: str, proxied_store: S
         if mode == "async_with_pinned_mem":
             assert job.worker.nice() > psutil.Process().nice()
             assert job.worker.ionice().value == 7
+            group = Path(f"/proc/{job.worker.pid}/autogroup")
+            assert not group.exists() or not group.read_text() or group.read_text().endswith(" nice 15\n")
 
 
 def _collectives_of_the_training(rank: int, url: str, options: dict[str, Any], mode: str, order: int) -> list[int]:
