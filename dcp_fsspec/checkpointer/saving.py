@@ -104,7 +104,7 @@ class IterationWriter:
                 dcp.save(
                     {},
                     storage_writer=writer,
-                    planner=SnapshotPlanner(state, self._plans.setdefault(name, PlanCache())),
+                    planner=SnapshotPlanner(state, self._plans.setdefault(name, PlanCache()), self._group.size),
                     process_group=self._group.process_group,
                     no_dist=not self._group.is_distributed,
                 )

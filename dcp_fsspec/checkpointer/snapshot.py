@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dcp_fsspec.checkpointer import nesting
 from dcp_fsspec.checkpointer.plan_cache import PlanCache
-from dcp_fsspec.errors import IncompatibleStateError
+from dcp_fsspec.errors import IncompatibleStateError, StorageWriteError
 from dcp_fsspec.storage.torch_internals import ShardedTensor
 
 _FRAMES_KEPT = 4096
@@ -143,15 +143,17 @@ class SnapshotPlanner(DefaultSavePlanner):
     Args:
         flat: The state; the state that DCP passes in is ignored.
         cache: The plans of earlier saves of this component.
+        num_ranks: How many ranks save together.
     """
 
     serves_in_place = True
     """Asked twice for a tensor, it returns the same memory."""
 
-    def __init__(self, flat: FlatState, cache: PlanCache) -> None:
+    def __init__(self, flat: FlatState, cache: PlanCache, num_ranks: int) -> None:
         super().__init__(flatten_state_dict=True)
         self._flat = flat
         self._cache = cache
+        self._num_ranks = num_ranks
         self._frames: dict[bytes, bytes] = {}
 
     def set_up_planner(
@@ -168,7 +170,16 @@ class SnapshotPlanner(DefaultSavePlanner):
         return self._cache.local(super().create_local_plan())
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plan for all ranks, unless nothing has changed. On the coordinator only."""
+        """Plan for all ranks, unless nothing has changed. On the coordinator only.
+
+        Raises:
+            StorageWriteError: not all ranks take part. Without a process group, torch lets each rank save by itself.
+        """
+        if len(all_plans) != self._num_ranks:
+            raise StorageWriteError(
+                f"only {len(all_plans)} of {self._num_ranks} ranks save together: the process group was destroyed "
+                "while the save was under way. Call finalize() before destroy_process_group()."
+            )
         return self._cache.all_ranks(all_plans, super().create_global_plan)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_fsspec import AsyncSaveError
+from dcp_fsspec import AsyncSaveError, StorageWriteError
+from dcp_fsspec.checkpointer.plan_cache import PlanCache
+from dcp_fsspec.checkpointer.snapshot import SnapshotPlanner, flat_state
 from support.faultproxy import Delay, FaultProxy
 from support.jobs import BACKGROUND, Job, finalized, kill
 from support.stores import S3Store
@@ -97,3 +99,13 @@ def test_b10_a_failure_in_the_background_is_told_and_the_next_save_works(mode: s
     assert job.ears.told("success") == [1, 3]
     assert job.ears.told("failure") == [2]
     assert job.ears.threads == {threading.main_thread().name}
+
+
+def test_b10_ranks_whose_group_was_destroyed_do_not_save_each_by_itself() -> None:
+    """Torch then takes each rank for a job of its own, and what the first one writes for the whole."""
+    planner = SnapshotPlanner(flat_state({"x": torch.ones(3)}, "box"), PlanCache(), num_ranks=2)
+    planner.set_up_planner({}, is_coordinator=True)
+    plan = planner.create_local_plan()
+    with pytest.raises(StorageWriteError, match="only 1 of 2 ranks"):
+        planner.create_global_plan([plan])
+    assert planner.create_global_plan([plan, plan])
