@@ -5,11 +5,12 @@ than the network. s3fs and obstore can send a list of buffers as it is, and hand
 then go straight to where they belong. Subclasses may have changed anything, so they are called by the common methods.
 """
 
+import functools
 import io
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 from fsspec import AbstractFileSystem
@@ -26,6 +27,8 @@ _CHUNK_BYTES = 256 << 10
 _MAX_SINGLE_BYTES = 64 << 20
 """Larger objects go up in parts."""
 _FRESH_SECONDS = 5.0
+_OF_THE_MOMENT = {404, 409, 412, 416}
+"""What a refusal may say of the object, which is another one when it is asked for again."""
 _WANTS_MORE = (direct.RefusedError, ssl.SSLCertVerificationError)
 
 
@@ -113,8 +116,8 @@ class _Direct:
 
     def put(self, path: str, buffers: Sequence[Buffer], **options: Any) -> None:
         signed = None
-        if self._works and sum(map(len, buffers)) <= _MAX_SINGLE_BYTES and _is_untouched(self._fs, "pipe_file"):
-            signed = self._signer.put(path, **options)
+        if sum(map(len, buffers)) <= _MAX_SINGLE_BYTES:
+            signed = self._signed("pipe_file", functools.partial(self._signer.put, path, **options))
         if signed is None:
             self._usual.put(path, buffers, **options)
             return
@@ -126,9 +129,7 @@ class _Direct:
         self._fs.invalidate_cache(path)
 
     def read_into(self, path: str, start: int, views: Sequence[memoryview]) -> int:
-        signed = None
-        if self._works and _is_untouched(self._fs, "cat_file"):
-            signed = self._signer.get(path)
+        signed = self._signed("cat_file", functools.partial(self._signer.get, path))
         if signed is None:
             return self._usual.read_into(path, start, views)
         try:
@@ -138,7 +139,20 @@ class _Direct:
             self._give_up(signed, refusal)
             return num_bytes
 
+    def _signed(self, method: str, sign: Callable[[], Signed | None]) -> Signed | None:
+        """Return a request in place of a call of `method`; None if there cannot be one."""
+        if not (self._works and _is_untouched(self._fs, method)):
+            return None
+        try:
+            return sign()
+        except Exception as error:
+            # Such as credentials that cannot be had. Through the filesystem that is an error that others know.
+            logger.debug("no request can be signed: %s", type(error).__name__)
+            return None
+
     def _give_up(self, signed: Signed, refusal: Exception) -> None:
+        if isinstance(refusal, direct.RefusedError) and refusal.status in _OF_THE_MOMENT:
+            return
         if time.monotonic() - signed.signed_at > _FRESH_SECONDS:
             # The credentials have changed since it was signed.
             self._signer.forget()
@@ -180,6 +194,9 @@ class _S3fs(_Fsspec):
         if "ContentRange" not in answer:  # The store ignored the range.
             answer["Body"].close()
             return super().read_into(path, start, views)
+        if not direct.is_range(answer["ContentRange"], start, stop):
+            answer["Body"].close()
+            raise ConnectionError(f"bytes {start}-{stop - 1} were asked for, {answer['ContentRange']} came")
         filling = Filling(views)
         sync(self._fs.loop, _drain, answer["Body"], filling)
         return filling.num_bytes

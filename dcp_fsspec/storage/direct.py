@@ -4,11 +4,15 @@ A thread waits for its own socket, so that threads do not wait for each other as
 client does for a request is done once for a file. Connections are kept and used again by the whole process.
 """
 
+import atexit
 import contextlib
 import errno
 import functools
 import http.client
 import os
+import re
+import select
+import socket
 import ssl
 import threading
 import time
@@ -26,17 +30,19 @@ _MAX_IDLE = 64
 _MAX_IDLE_SECONDS = 20.0
 _MAX_ANSWER_BYTES = 64 << 10
 _PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504}
+_CLOSED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/")
 
 
 class RefusedError(Exception):
-    """The store did not do what was asked.
+    """The store did not do what was asked, or cannot be asked in this way.
 
     Attributes:
-        status: Of its answer.
+        status: Of its answer; 0 if there is none.
     """
 
     def __init__(self, status: int, reason: str) -> None:
-        super().__init__(f"the store answered {status} {reason}")
+        super().__init__(f"the store answered {status} {reason}" if status else reason)
         self.status = status
 
 
@@ -61,7 +67,7 @@ def get_into(signed: Signed, start: int, views: Sequence[memoryview]) -> int:
     """
     stop = start + sum(map(len, views))
     with _asked("GET", signed, {"Range": f"bytes={start}-{stop - 1}"}, ()) as answer:
-        if answer.status != 206:
+        if answer.status != 206 or not is_range(answer.headers.get("Content-Range"), start, stop):
             raise RefusedError(answer.status, answer.reason)
         return sum(_fill(answer, view) for view in views)
 
@@ -80,6 +86,12 @@ def put(signed: Signed, buffers: Sequence[Buffer]) -> None:
             raise RefusedError(answer.status, answer.reason)
 
 
+def is_range(content_range: str | None, start: int, stop: int) -> bool:
+    """Tell whether an answer of this ``Content-Range`` holds what was asked for, as far as there is so much."""
+    found = _CONTENT_RANGE.match(content_range or "")
+    return found is not None and int(found[1]) == start and int(found[2]) < stop
+
+
 def _fill(answer: http.client.HTTPResponse, view: memoryview) -> int:
     filled = 0
     while filled < len(view) and (count := answer.readinto(view[filled:])):
@@ -94,50 +106,63 @@ def _asked(
     """Give the answer to a request; the connection is kept when it was read to its end."""
     parts = urllib.parse.urlsplit(signed.url)
     origin = (parts.scheme, parts.netloc, signed.verify)
-    target, headers = f"{parts.path}?{parts.query}", {**signed.headers, **headers}
-    connection = _idle.take(origin)
-    reused = connection is not None
-    if connection is None:
-        connection = _connect(origin, signed)
+    target = f"{parts.path}?{parts.query}" if parts.query else parts.path
+    reused = _idle.take(origin)
+    connection = reused or _made(origin)
+    answer = None
     try:
         try:
-            answer = _ask(connection, method, target, headers, body)
-        except (ConnectionError, ssl.SSLEOFError):
-            if not reused:
+            answer = _ask(connection, method, target, signed, headers, body)
+        except _CLOSED:
+            if reused is None:
                 raise
             # The store has closed what lay idle. Nothing of an answer had come, so this one is the same request.
             connection.close()
-            connection = _connect(origin, signed)
-            answer = _ask(connection, method, target, headers, body)
+            answer = _ask(connection, method, target, signed, headers, body)
         if answer.status in _PASSING_STATUS:
             raise UnavailableError(answer.status, answer.reason)
         yield answer
     except BaseException as error:
-        connection.close()
-        if isinstance(error, http.client.HTTPException) and not isinstance(error, OSError):
-            raise ConnectionError(f"the store's answer is cut or no HTTP: {error}") from error
+        _drop(connection, answer)
+        if _is_of_transport(error):
+            raise ConnectionError(f"the connection failed: {type(error).__name__}: {error}") from error
         raise
-    if answer.isclosed() and connection.sock is not None:
+    if answer.isclosed() and not answer.length and connection.sock is not None:
         _idle.keep(origin, connection)
     else:
-        connection.close()
+        _drop(connection, answer)
 
 
-def _connect(origin: _Origin, signed: Signed) -> http.client.HTTPConnection:
+def _drop(connection: http.client.HTTPConnection, answer: http.client.HTTPResponse | None) -> None:
+    connection.close()
+    if answer is not None:
+        answer.close()  # A socket lives as long as one of the two.
+
+
+def _is_of_transport(error: BaseException) -> bool:
+    """Tell whether `error` is about names, routes, TLS or HTTP, all of which may be well a moment later.
+
+    Their errors have numbers of their own, which mean something else where files are concerned.
+    """
+    known = (ConnectionError, TimeoutError, UnavailableError, ssl.SSLCertVerificationError)
+    return isinstance(error, OSError | http.client.HTTPException) and not isinstance(error, known)
+
+
+def _made(origin: _Origin) -> http.client.HTTPConnection:
     scheme, netloc, verify = origin
-    connection = http.client.HTTPConnection(netloc, timeout=signed.connect_seconds)
     if scheme == "https":
-        connection = http.client.HTTPSConnection(netloc, timeout=signed.connect_seconds, context=_trust(verify))
-    connection.connect()
-    connection.sock.settimeout(signed.read_seconds)
-    return connection
+        return http.client.HTTPSConnection(netloc, context=_trust(verify))
+    return http.client.HTTPConnection(netloc)
 
 
 @functools.cache
 def _trust(verify: str | bool | None) -> ssl.SSLContext:
     folder = isinstance(verify, str) and os.path.isdir(verify)
     cafile = verify if isinstance(verify, str) and not folder else None
-    context = ssl.create_default_context(cafile=cafile, capath=str(verify) if folder else None)
+    try:
+        context = ssl.create_default_context(cafile=cafile, capath=str(verify) if folder else None)
+    except OSError as error:
+        raise RefusedError(0, f"the certificates to trust cannot be read: {error}") from error
     if verify is False:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
@@ -148,11 +173,16 @@ def _ask(
     connection: http.client.HTTPConnection,
     method: str,
     target: str,
+    signed: Signed,
     headers: Mapping[str, str],
     body: Sequence[Buffer],
 ) -> http.client.HTTPResponse:
+    if connection.sock is None:
+        connection.timeout = signed.connect_seconds
+        connection.connect()
+    connection.sock.settimeout(signed.read_seconds)
     connection.putrequest(method, target, skip_accept_encoding=True)
-    for name, value in headers.items():
+    for name, value in {**signed.headers, **headers}.items():
         connection.putheader(name, value)
     try:
         connection.endheaders()
@@ -160,7 +190,7 @@ def _ask(
             rest = memoryview(piece)
             while rest:
                 rest = rest[connection.sock.send(rest) :]
-    except ConnectionError:
+    except _CLOSED:
         # A store that refuses need not read to the end before it answers.
         with contextlib.suppress(OSError, http.client.HTTPException):
             answer = connection.getresponse()
@@ -194,6 +224,14 @@ class _Idle:
         self._kept: list[tuple[float, _Origin, http.client.HTTPConnection]] = []
 
     def take(self, origin: _Origin) -> http.client.HTTPConnection | None:
+        """Return one to `origin`, or None."""
+        found = self._newest(origin)
+        while found is not None and not _is_quiet(found.sock):
+            found.close()
+            found = self._newest(origin)
+        return found
+
+    def _newest(self, origin: _Origin) -> http.client.HTTPConnection | None:
         with self._lock:
             old = time.monotonic() - _MAX_IDLE_SECONDS
             stale = [one for one in self._kept if one[0] < old]
@@ -205,13 +243,28 @@ class _Idle:
         return found
 
     def keep(self, origin: _Origin, connection: http.client.HTTPConnection) -> None:
+        """Take one that nobody uses any more."""
         with self._lock:
             self._kept.append((time.monotonic(), origin, connection))
             surplus = [self._kept.pop(0)[2] for _ in range(len(self._kept) - _MAX_IDLE)]
         for one in surplus:
             one.close()
 
+    def close(self) -> None:
+        """Close all. In a forked child, that leaves those of its parent open, whose they are."""
+        self._lock = threading.Lock()
+        kept, self._kept = self._kept, []
+        for _, _, connection in kept:
+            connection.close()
+
+
+def _is_quiet(sock: socket.socket) -> bool:
+    """Tell whether nothing has come that nobody has asked for: the end, or words that would be taken for an answer."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return not poll.poll(0)
+
 
 _idle = _Idle()
-# A connection belongs to the process that made it.
-os.register_at_fork(after_in_child=lambda: _idle.__init__())  # type: ignore[misc]
+os.register_at_fork(after_in_child=_idle.close)
+atexit.register(_idle.close)

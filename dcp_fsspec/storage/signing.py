@@ -7,6 +7,8 @@ store is and with which credentials stays the client's business. Where a client 
 
 import datetime
 import functools
+import os
+import re
 import threading
 import time
 import urllib.parse
@@ -26,6 +28,15 @@ _VALID_SECONDS = 900
 _KEPT_SECONDS = 300.0
 _MAX_KEPT = 4096
 
+_S3FS_PLAIN = {
+    *("connect_timeout", "read_timeout", "max_pool_connections", "retries", "tcp_keepalive", "parameter_validation"),
+    *("request_checksum_calculation", "response_checksum_validation", "disable_request_compression"),
+    *("region_name", "signature_version", "sigv4a_signing_region_set", "s3", "use_dualstack_endpoint"),
+    *("use_fips_endpoint", "ignore_configured_endpoint_urls", "inject_host_prefix", "defaults_mode"),
+    *("user_agent", "user_agent_extra", "user_agent_appid"),
+}
+"""Settings of botocore that a signed url takes care of, or that have no part in it. Not so those for proxies, for a
+certificate of one's own, for the connections of aiohttp."""
 _OBSTORE_SIGNED = {
     *("access_key_id", "secret_access_key", "token", "session_token"),
     *("bucket", "endpoint", "region", "default_region", "virtual_hosted_style_request"),
@@ -33,6 +44,13 @@ _OBSTORE_SIGNED = {
 """Settings of obstore that a signed url takes care of."""
 _OBSTORE_POOL = {"allow_http", "timeout", "connect_timeout", "pool_idle_timeout", "pool_max_idle_per_host"}
 """Settings of obstore for its own connections."""
+_OBSTORE_ENVIRONMENT = re.compile(
+    "AWS_(SERVER_SIDE_ENCRYPTION|SSE|SKIP_SIGNATURE|REQUEST_PAYER|CHECKSUM|PROXY|ALLOW_INVALID|S3_EXPRESS"
+    "|DEFAULT_HEADERS|DEFAULT_CONTENT_TYPE)"
+)
+"""Variables, by their beginnings, by which obstore does more to a request than sign it."""
+_DURATION = re.compile(r"(\d+)(h|ms|m|s) ?")
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 _ours: ContextVar[bool] = ContextVar("_ours", default=False)
 
@@ -44,7 +62,7 @@ class Signed:
     Attributes:
         url: With the signature in its query. It is as good as a password while it lasts.
         headers: To be sent along.
-        connect_seconds: How long to wait for a connection.
+        connect_seconds: How long to wait for a connection; None: for ever.
         read_seconds: How long to wait for the next byte to go or to come.
         verify: False, or the path of the certificates to trust; None for those of the machine.
         signed_at: When, by `time.monotonic`.
@@ -52,8 +70,8 @@ class Signed:
 
     url: str = field(repr=False)
     headers: Mapping[str, str] = field(default_factory=dict)
-    connect_seconds: float = 5.0
-    read_seconds: float = 15.0
+    connect_seconds: float | None = 5.0
+    read_seconds: float | None = 15.0
     verify: str | bool | None = None
     signed_at: float = field(default_factory=time.monotonic)
 
@@ -75,15 +93,17 @@ def signer_of(fs: AbstractFileSystem) -> Signer | None:
     """Return who signs for `fs`, None where its requests take more than a signature."""
     package = type(fs).__module__.partition(".")[0]
     if package == "s3fs":
-        plain = not (fs.req_kw or fs.s3_additional_kwargs or fs.config_kwargs.get("proxies"))
+        plain = not (fs.req_kw or fs.s3_additional_kwargs) and set(fs.config_kwargs) <= _S3FS_PLAIN
         return _S3fs(fs) if plain else None
-    return _Obstore(fs) if package == "obstore" and "s3" in fs.protocol else None
+    plain = package == "obstore" and "s3" in fs.protocol and not any(map(_OBSTORE_ENVIRONMENT.match, os.environ))
+    return _Obstore(fs) if plain else None
 
 
 @functools.lru_cache
 def _through_proxy(scheme: str, host: str) -> bool:
     """Tell whether the environment wants requests to `host` to go through a proxy."""
-    return scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host)
+    proxies = urllib.request.getproxies()
+    return (scheme in proxies or "all" in proxies) and not urllib.request.proxy_bypass(host)
 
 
 class _S3fs:
@@ -166,9 +186,19 @@ class _Obstore:
         store = self._fs._construct_store(bucket)
         if not isinstance(store, obstore.store.S3Store):
             return None
-        plain = set(store.config) <= _OBSTORE_SIGNED and set(store.client_options or ()) <= _OBSTORE_POOL
-        if not plain:
+        options = store.client_options or {}
+        patience = _seconds(str(options.get("connect_timeout", "5s"))), _seconds(str(options.get("timeout", "15s")))
+        if None in patience or not (set(store.config) <= _OBSTORE_SIGNED and set(options) <= _OBSTORE_POOL):
             return None
         url = obstore.sign(store, method, key, datetime.timedelta(seconds=_VALID_SECONDS))
         parts = urllib.parse.urlsplit(url)
-        return None if _through_proxy(parts.scheme, parts.hostname or "") else Signed(url, {"User-Agent": _USER_AGENT})
+        if _through_proxy(parts.scheme, parts.hostname or ""):
+            return None
+        return Signed(url, {"User-Agent": _USER_AGENT}, *patience)
+
+
+def _seconds(duration: str) -> float | None:
+    """Return a duration as obstore tells it, such as ``1m 30s``; None if it has other units."""
+    if _DURATION.sub("", duration) or not duration:
+        return None
+    return sum(int(count) * _UNITS[unit] for count, unit in _DURATION.findall(duration))
