@@ -16,8 +16,6 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch.distributed as dist
-
 from dcp_fsspec.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -93,7 +91,9 @@ class _Recording(Trace):
         self._spans.append(span)
 
     def write(self) -> None:
-        # The filesystem is built upon parts that are traced.
+        # Here, since commands that trace nothing do without torch, and the filesystem is built upon what is traced.
+        import torch.distributed as dist
+
         from dcp_fsspec.storage.filesystem import Store
 
         self.close_gap()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import dcp_fsspec
@@ -46,3 +48,8 @@ def test_private_parts_of_torch_are_imported_in_one_place() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
                 private = [part for part in f"{node.module}.{node.names[0].name}".split(".") if part.startswith("_")]
                 assert not private or path.name in allowed, f"{path.relative_to(ROOT)} imports {private}"
+
+
+def test_commands_that_open_no_checkpoint_do_without_torch() -> None:
+    script = "import sys, dcp_fsspec.cli.listing, dcp_fsspec.cli.keeping; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=ROOT.parent)
