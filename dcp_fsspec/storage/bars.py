@@ -1,13 +1,16 @@
 """A progress bar on standard error, where somebody sees it and only if it takes long."""
 
 import contextlib
+import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dcp_fsspec.storage.progress import Progress, ProgressCallback, ProgressWish
+
+logger = logging.getLogger(__name__)
 
 _LONG_SECONDS = 1.0
 """What is done sooner shows no bar."""
@@ -24,12 +27,19 @@ def told(wish: ProgressWish, *, here: bool = True) -> Iterator[ProgressCallback 
     if callable(wish):
         yield wish
         return
-    bar = _Bar.made() if wish and here and sys.stderr is not None and sys.stderr.isatty() else None
+    bar = _Bar.made() if wish and here and _is_watched() else None
     try:
         yield bar
     finally:
         if bar is not None:
             bar.close()
+
+
+def _is_watched() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # There is none, or it is closed.
+        return False
 
 
 class _Bar:
@@ -39,7 +49,7 @@ class _Bar:
         self._bars, self._begin = bars, time.monotonic()
         self._tasks: dict[str, Any] = {}
         self._lock = threading.Lock()
-        self._drawn = False
+        self._drawn = self._lost = False
 
     @classmethod
     def made(cls) -> "_Bar | None":
@@ -48,7 +58,7 @@ class _Bar:
             from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
             from rich.progress import Progress as Bars
-        except ModuleNotFoundError:
+        except ImportError:
             return None
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         # Standard output and error stay what they are: they belong to the program.
@@ -64,13 +74,26 @@ class _Bar:
 
     def __call__(self, now: Progress) -> None:
         with self._lock:
-            if now.what not in self._tasks:
-                self._tasks[now.what] = self._bars.add_task(now.what, total=now.total_bytes)
-            self._bars.update(self._tasks[now.what], completed=now.done_bytes)
-            if not self._drawn and time.monotonic() - self._begin >= _LONG_SECONDS:
-                self._drawn = True
-                self._bars.start()
+            if not self._lost:
+                self._try(lambda: self._draw(now))
+
+    def _draw(self, now: Progress) -> None:
+        if now.what not in self._tasks:
+            self._tasks[now.what] = self._bars.add_task(now.what, total=now.total_bytes)
+        self._bars.update(self._tasks[now.what], completed=now.done_bytes)
+        if not self._drawn and time.monotonic() - self._begin >= _LONG_SECONDS:
+            self._bars.start()
+            self._drawn = True
 
     def close(self) -> None:
+        """Take the bar away."""
         if self._drawn:
-            self._bars.stop()
+            self._try(self._bars.stop)
+
+    def _try(self, draw: Callable[[], None]) -> None:
+        """Draw, or never again: the program may draw there itself, or have closed it, and a bar is not worth a save."""
+        try:
+            draw()
+        except (Exception, SystemExit) as error:  # Rich ends the program when nobody reads any more.
+            self._lost = True
+            logger.debug("the bar is not drawn: %s", error)

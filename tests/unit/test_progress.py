@@ -85,6 +85,30 @@ def test_a_bar_is_drawn_on_a_terminal_only_and_only_if_wished_for(tmp_path: Path
     assert (b"save " in seen) == is_terminal
 
 
+TROUBLE = """
+import io, sys
+import dcp_fsspec.storage.bars as bars
+from dcp_fsspec.storage.progress import Meter
+bars._LONG_SECONDS = 0.0
+class Terminal(io.StringIO):
+    def isatty(self): return True
+    def write(self, text): raise BrokenPipeError("nobody looks any more")
+sys.stderr = Terminal()
+with bars.told(True) as callback:
+    meter = Meter("save", 10, callback)
+    meter.add(10)
+sys.stderr = io.StringIO()
+sys.stderr.close()
+with bars.told(True) as callback:
+    assert callback is None
+"""
+
+
+def test_a_terminal_that_cannot_be_written_to_ends_nothing() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(dcp_fsspec.__file__).parents[1]), "TERM": "xterm"}
+    subprocess.run([sys.executable, "-c", TROUBLE], env=environment, check=True, timeout=60)
+
+
 def _read(file: int) -> bytes:
     try:
         return os.read(file, 65536)
