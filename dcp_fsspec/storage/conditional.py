@@ -75,7 +75,7 @@ class Exchange:
     def _settle(self, data: bytes, failure: DcpFsspecError) -> bool:
         """Find out what a write has done whose condition was not met, or whose answer was lost."""
         before, status = self._version, _status(failure)
-        if self._store._holds(self._name, data, failure):
+        if self._store.holds(self._name, data, failure):
             return True
         if isinstance(failure, CheckpointExistsError):
             self.read()
@@ -111,7 +111,7 @@ def guards(store: Store) -> bool:
 def _locked(store: Store) -> Iterator[bool]:
     """Lock the folder itself, so that no lock file stays behind; the lock of a process that dies goes with it."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    descriptor = store._writing("", lambda: os.open(store.root, flags))
+    descriptor = store.writing("", lambda: os.open(store.root, flags))
     try:
         yield _lock(store, descriptor)
     finally:
@@ -124,7 +124,7 @@ def _locked(store: Store) -> Iterator[bool]:
 def _lock(store: Store, descriptor: int) -> bool:
     """Return whether the folder could be locked: network filesystems cannot, and a stopped process may hold it."""
     try:
-        store._writing("", lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        store.writing("", lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB))
     except DcpFsspecError as error:
         logger.debug("%s is not locked: %s", store.url, error)
         return False
@@ -159,12 +159,12 @@ class _S3fs:
     def read(self, store: Store, name: str) -> tuple[bytes, Any]:
         store.fs.invalidate_cache(store.root)
         # The tag first: if the file changes in between, it is the tag that is outdated, and the write is refused.
-        tag = store._reading(name, lambda: store.fs.info(store.path(name)).get("ETag"))
+        tag = store.reading(name, lambda: store.fs.info(store.path(name)).get("ETag"))
         return store.read(name), tag
 
     def write(self, store: Store, name: str, data: bytes, version: Any) -> None:
         condition = {"mode": "create"} if version is None else {"IfMatch": version}
-        store._writing(name, lambda: store.fs.pipe_file(store.path(name), data, **condition))
+        store.writing(name, lambda: store.fs.pipe_file(store.path(name), data, **condition))
 
 
 class _Obstore:
@@ -177,7 +177,7 @@ class _Obstore:
             known = {key: answer.meta[key] for key in ("e_tag", "version") if answer.meta[key] is not None}
             return bytes(answer.bytes()), known
 
-        return store._reading(name, get)
+        return store.reading(name, get)
 
     def write(self, store: Store, name: str, data: bytes, version: Any) -> None:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
@@ -190,7 +190,7 @@ class _Obstore:
             except (AlreadyExistsError, PreconditionError) as error:
                 raise FileExistsError(f"{store.path(name)} has changed") from error
 
-        store._writing(name, put)
+        store.writing(name, put)
 
 
 def _status(error: BaseException | None) -> int | None:

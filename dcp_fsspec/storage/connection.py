@@ -198,11 +198,23 @@ class Connection:
 
     # Calls -------------------------------------------------------------------------------------------
 
-    def _reading(self, name: str, call: Callable[[], T]) -> T:
+    def reading(self, name: str, call: Callable[[], T]) -> T:
+        """Return what `call` returns, which reads the file `name` (empty: the folder) by the `fs` of that moment.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file, folder or bucket.
+            StorageReadError: anything else.
+        """
         with self._errors.translated("read", self._where(name), folder=not name):
             return self._tried(name, call)
 
-    def _writing(self, name: str, call: Callable[[], T]) -> T:
+    def writing(self, name: str, call: Callable[[], T]) -> T:
+        """Return what `call` returns, which writes or removes; see `reading`. It may be made more than once.
+
+        Raises:
+            CheckpointExistsError, CheckpointNotFoundError: as the filesystem says.
+            StorageWriteError: anything else.
+        """
         if self.capabilities.of_process and self._made_in != os.getpid():
             raise ConfigurationError(
                 f"{self.url} lives in the memory of one process; this is another one, what it writes would be lost. "

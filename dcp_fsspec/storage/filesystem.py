@@ -59,8 +59,8 @@ class Store(Removing):
             StorageReadError: anything else.
         """
         if self.capabilities.local:
-            return self._reading(name, lambda: local.read(self.path(name)))
-        return self._reading(name, lambda: self._cat(name, **self.capabilities.read_options))
+            return self.reading(name, lambda: local.read(self.path(name)))
+        return self.reading(name, lambda: self._cat(name, **self.capabilities.read_options))
 
     def read_range(self, name: str, start: int, stop: int) -> Buffer:
         """Return the bytes [start, stop) of the file `name`, `stop` exclusive, exactly that many.
@@ -68,7 +68,7 @@ class Store(Removing):
         They are valid until the same thread reads again. Raises what `read_into` raises.
         """
         if stop - start > MAX_SCRATCH_BYTES:
-            return self._reading(name, lambda: self._large(name, start, stop))
+            return self.reading(name, lambda: self._large(name, start, stop))
         view = _scratch.take(stop - start)
         self.read_into(name, start, [view])
         return view
@@ -83,7 +83,7 @@ class Store(Removing):
         """
         stop = start + sum(map(len, views))
         if stop > start:
-            self._reading(name, lambda: self._exactly(name, start, stop, lambda: self._fill(name, start, views)))
+            self.reading(name, lambda: self._exactly(name, start, stop, lambda: self._fill(name, start, views)))
 
     def _fill(self, name: str, start: int, views: Sequence[memoryview]) -> int:
         path = self.path(name)
@@ -149,13 +149,12 @@ class Store(Removing):
         return {name: (int(info["size"]), modified_at(info)) for name, info in self._find().items()}
 
     def _find(self) -> dict[str, dict[str, Any]]:
-        fs = self.fs
-        fs.invalidate_cache()
         prefix = self.root.rstrip("/") + "/" if self.root else ""
 
         def find() -> dict[str, dict[str, Any]]:
+            self.fs.invalidate_cache()
             try:
-                found = fs.find(self.root, detail=True)
+                found = self.fs.find(self.root, detail=True)
             except NO_SUCH_FILE:
                 return {}
             return {
@@ -164,27 +163,26 @@ class Store(Removing):
                 if info["type"] == "file" and path.startswith(prefix) and path != prefix
             }
 
-        return self._reading("", find)
+        return self.reading("", find)
 
     def list_folder(self) -> dict[str, bool]:
         """Return the names of what lies directly in the folder; True for those that are folders themselves.
 
         An empty one if there is no folder. Some object stores list a folder for a while after it was emptied.
         """
-        fs = self.fs
-        fs.invalidate_cache(self.root)
         prefix = self.root.rstrip("/") + "/" if self.root else ""
 
         def ls() -> dict[str, bool]:
+            self.fs.invalidate_cache(self.root)
             try:
-                found = fs.ls(self.root, detail=True)
+                found = self.fs.ls(self.root, detail=True)
             except (*NO_SUCH_FILE, NotADirectoryError):
                 return {}
             entries = {info["name"].rstrip("/").removeprefix(prefix): info["type"] == "directory" for info in found}
             # Of a file, and of a marker object for the folder itself, ls returns that very entry.
             return {name: is_folder for name, is_folder in entries.items() if name and "/" not in name}
 
-        return self._reading("", ls)
+        return self.reading("", ls)
 
     def exists(self, name: str) -> bool:
         """Tell whether there is a file `name`.
@@ -192,7 +190,7 @@ class Store(Removing):
         Raises:
             StorageReadError: that could not be found out; no permission is not the same as no file.
         """
-        return self._reading(name, lambda: self._exists(name))
+        return self.reading(name, lambda: self._exists(name))
 
     def size(self, name: str) -> int | None:
         """Return the size of the file `name` in bytes, None if there is no such file.
@@ -208,16 +206,16 @@ class Store(Removing):
             except NO_SUCH_FILE:
                 return None
 
-        return self._reading(name, info)
+        return self.reading(name, info)
 
     # Writing -----------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Make the folder where the filesystem has folders. Called by each rank before it writes."""
         if self.capabilities.local:
-            self._writing("", lambda: local.make_folder(self.root))
+            self.writing("", lambda: local.make_folder(self.root))
         elif self.capabilities.folders:
-            self._writing("", lambda: self.fs.makedirs(self.root, exist_ok=True))
+            self.writing("", lambda: self.fs.makedirs(self.root, exist_ok=True))
 
     def publish(self, name: str, buffers: Sequence[Buffer], crc: int) -> None:
         """Make one file of `buffers`, whose CRC32C is `crc`, in one write. Called from any thread.
@@ -230,7 +228,7 @@ class Store(Removing):
             CheckpointNotFoundError: the bucket does not exist.
         """
         try:
-            self._writing(name, lambda: self._put(name, buffers, crc))
+            self.writing(name, lambda: self._put(name, buffers, crc))
         except BaseException:
             if not self.capabilities.atomic_put:
                 self.discard(name)
@@ -264,13 +262,16 @@ class Store(Removing):
             elif self.capabilities.multipart:
                 tried = functools.partial(self._tried, name)
                 checksums = self._checksums_wanted()
-                upload_in_parts(self.fs, path, source, part_bytes, checksums=checksums, tried=tried)
+                upload_in_parts(self._call_s3, path, source, part_bytes, checksums=checksums, tried=tried)
             else:
                 try:
                     write_stream(self.fs, path, source)
                 except BaseException:
                     self.discard(name)
                     raise
+
+    def _call_s3(self, method: str, **arguments: Any) -> Any:
+        return self.fs.call_s3(method, **arguments)
 
     def copies_from(self, other: "Store") -> bool:
         """Tell whether the store can copy files of `other` to this folder by itself."""
@@ -283,7 +284,7 @@ class Store(Removing):
             CheckpointNotFoundError: there is no such file, or no bucket to copy it to.
             StorageWriteError: nothing was published.
         """
-        self._writing(name, lambda: self.fs.cp_file(other.path(name), self.path(name)))
+        self.writing(name, lambda: self.fs.cp_file(other.path(name), self.path(name)))
 
     def open_uploads(self) -> list[tuple[str, str, float | None]]:
         """Return path, id and time (seconds since 1970) of multipart uploads below that were never completed.
@@ -292,11 +293,11 @@ class Store(Removing):
         """
         if not self.capabilities.multipart:
             return []
-        return self._reading("", lambda: open_uploads(self.fs, self.root))
+        return self.reading("", lambda: open_uploads(self.fs, self.root))
 
     def abort_upload(self, path: str, upload_id: str) -> None:
         """Remove an open upload; see `open_uploads`."""
-        self._writing("", lambda: abort_upload(self.fs, path, upload_id))
+        self.writing("", lambda: abort_upload(self.fs, path, upload_id))
 
     def swap(self, name: str, data: bytes, *, create_only: bool = False) -> None:
         """Publish the small file `name`, over an older one. Readers see the old or the new one, never a mix.
@@ -311,15 +312,15 @@ class Store(Removing):
             StorageWriteError: the old file, if there was one, is intact.
         """
         try:
-            self._writing(name, lambda: self._swap(name, data, create_only))
+            self.writing(name, lambda: self._swap(name, data, create_only))
         except (StorageWriteError, CheckpointExistsError) as error:
             # The answer may have been lost on the way back, and a retry then meets its own success.
-            if self._holds(name, data, error):
+            if self.holds(name, data, error):
                 logger.info("%s: the write had succeeded although an error was reported", self.url_of(name))
                 return
             raise
 
-    def _holds(self, name: str, data: bytes, failure: DcpFsspecError) -> bool:
+    def holds(self, name: str, data: bytes, failure: DcpFsspecError) -> bool:
         """Tell whether the file `name` holds `data` after all.
 
         Raises:
@@ -368,4 +369,4 @@ class Store(Removing):
     def flush(self) -> None:
         """Make the names of published files durable. Called once a rank after its last publish."""
         if self.capabilities.local:
-            self._writing("", lambda: local.sync_folder(self.root))
+            self.writing("", lambda: local.sync_folder(self.root))

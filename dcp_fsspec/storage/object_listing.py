@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import html
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote_plus
+from xml.etree import ElementTree
 
 from fsspec import AbstractFileSystem
 from fsspec.asyn import sync
@@ -39,7 +39,7 @@ def list_times(store: Store, cuts: Cuts = lambda first: ()) -> Times:
     fs = store.fs
     if type(fs).__module__.partition(".")[0] != "s3fs" or getattr(fs, "version_aware", True):
         return store.list_times()
-    return store._reading("", lambda: _listed(fs, store.root, cuts))
+    return store.reading("", lambda: _listed(store.fs, store.root, cuts))
 
 
 def _listed(fs: AbstractFileSystem, root: str, cuts: Cuts) -> Times:
@@ -62,6 +62,8 @@ class _Listing:
         _wanted.set(True)
         page = await self._page()
         names = list(_read(page, self._prefix)) if page.get("IsTruncated") else []
+        if names != sorted(names):
+            names = []  # Nor does the store know where a range of names begins.
         starts = [self._prefix + cut for cut in cuts(names[0]) if cut > names[-1]] if names else []
         begins: list[Page | str] = [page, *starts]
         ranges = zip(begins, [*starts, None], strict=True)
@@ -87,9 +89,16 @@ def _put_aside(response_dict: dict[str, Any], customized_response_dict: dict[str
     """Take the entries of a page out of what botocore is about to parse. Called by botocore."""
     body = response_dict["body"]
     first, last = body.find(_FIRST.encode()), body.rfind(_LAST.encode())
-    if _wanted.get() and 0 <= first < last:
+    if _wanted.get() and 0 <= first < last and _is_plain(body):
         customized_response_dict[_ENTRIES] = body[first : last + len(_LAST)].decode()
         response_dict["body"] = body[:first] + body[last + len(_LAST) :]
+
+
+def _is_plain(body: bytes) -> bool:
+    """Tell whether a page is written as all stores do: no attributes in the fields, nothing but text."""
+    num_entries = body.count(_FIRST.encode())
+    fields = (b"<Key>", b"<Size>", b"<LastModified>")
+    return all(body.count(one) == num_entries for one in fields) and b"<!" not in body
 
 
 def _read(page: Page, prefix: str) -> Times:
@@ -116,7 +125,7 @@ def _seconds(time: str) -> float | None:
 
 
 def _decoded(key: str, page: Page) -> str:
-    key = html.unescape(key) if "&" in key else key
+    key = ElementTree.fromstring(f"<Key>{key}</Key>").text or "" if "&" in key else key
     return unquote_plus(key) if page.get("EncodingType") == "url" and ("%" in key or "+" in key) else key
 
 

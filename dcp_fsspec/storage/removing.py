@@ -42,7 +42,7 @@ class Removing(Connection):
         if self.capabilities.removes_many and not any(set("*?[") & set(self.path(name)) for name in left):
             for begin in range(0, len(left), _REMOVED_AT_ONCE):
                 batch = [self.path(name) for name in left[begin : begin + _REMOVED_AT_ONCE]]
-                self._writing("", functools.partial(self._remove_batch, batch))
+                self.writing("", functools.partial(self._remove_batch, batch))
             return
         transfer = Transfer(self.capabilities.threads_for(None), budget_bytes=1 << 62)
         transfer.run(Job(0, functools.partial(self._remove_patiently, name)) for name in left)
@@ -52,14 +52,14 @@ class Removing(Connection):
             self.fs.rm(paths)
 
     def _remove_patiently(self, name: str) -> None:
-        self._writing(name, lambda: self._remove_file(name))
+        self.writing(name, lambda: self._remove_file(name))
 
     def remove_folder(self) -> None:
         """Remove the folder, which is empty, where the filesystem has folders. A failure is logged."""
         if not (self.capabilities.local or self.capabilities.folders):
             return
         try:
-            self._writing("", lambda: self._remove_tree())
+            self.writing("", lambda: self._remove_tree())
         except DcpFsspecError as error:
             logger.warning("the emptied folder stays: %s", error)
 

@@ -49,12 +49,12 @@ def regrouped(chunks: Iterable[Buffer], part_bytes: int) -> Iterator[bytes]:
 
 
 def upload_in_parts(
-    fs: AbstractFileSystem, path: str, chunks: Iterable[Buffer], part_bytes: int, *, checksums: bool, tried: Any
+    call: Callable[..., Any], path: str, chunks: Iterable[Buffer], part_bytes: int, *, checksums: bool, tried: Any
 ) -> None:
     """Publish `chunks` as one object by a multipart upload, which is aborted when anything fails.
 
     Args:
-        fs: S3, through s3fs.
+        call: Calls a method of S3 by its name.
         path: Bucket and key.
         chunks: The bytes.
         part_bytes: Size of the parts.
@@ -64,13 +64,13 @@ def upload_in_parts(
     bucket, _, key = path.partition("/")
     target = {"Bucket": bucket, "Key": key}
     extra = {"ChecksumAlgorithm": "CRC32C"} if checksums else {}
-    upload = tried(lambda: fs.call_s3("create_multipart_upload", **target, **extra))
+    upload = tried(lambda: call("create_multipart_upload", **target, **extra))
     target["UploadId"] = upload["UploadId"]
 
     def send(number: int, data: bytes) -> Mapping[str, Any]:
         crc = base64.b64encode(crc_of([data]).to_bytes(4, "big")).decode()
         own = {"ChecksumCRC32C": crc} if checksums else {}
-        answer = tried(lambda: fs.call_s3("upload_part", **target, PartNumber=number, Body=data, **own))
+        answer = tried(lambda: call("upload_part", **target, PartNumber=number, Body=data, **own))
         return {"PartNumber": number, "ETag": answer["ETag"], **own}
 
     try:
@@ -79,10 +79,10 @@ def upload_in_parts(
             Job(len(data), functools.partial(send, number, data))
             for number, data in enumerate(regrouped(chunks, part_bytes), 1)
         )
-        tried(lambda: fs.call_s3("complete_multipart_upload", **target, MultipartUpload={"Parts": parts}))
+        tried(lambda: call("complete_multipart_upload", **target, MultipartUpload={"Parts": parts}))
     except BaseException:
         with contextlib.suppress(Exception):
-            fs.call_s3("abort_multipart_upload", **target)
+            call("abort_multipart_upload", **target)
         raise
 
 

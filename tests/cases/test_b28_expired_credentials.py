@@ -10,6 +10,9 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from dcp_fsspec import FsspecStorageWriter, StorageWriteError
+from dcp_fsspec.storage.filesystem import Store
+from dcp_fsspec.storage.object_listing import list_times
+from dcp_fsspec.storage.streaming import PART_BYTES
 from dcp_fsspec.testing.servers import MotoServer
 from support.checkpoints import FEW_RETRIES, assert_loads, fails
 from support.faultproxy import FaultProxy, Status
@@ -119,3 +122,21 @@ def test_b28_explicit_keys_cannot_be_renewed_and_fail_loudly_until_new_ones_are_
     new = {"storage_options": _options(moto_proxy, key=NEW_KEY, secret="secret-of-the-new-key")}
     dcp.save(STATE, storage_writer=FsspecStorageWriter(url, **new))
     assert_loads(STATE, url, **new)
+
+
+@pytest.mark.parametrize("how", ["list_files", "list_folder", "quickly", "publish_stream"])
+def test_b28_whatever_is_under_way_goes_on_with_the_new_credentials(
+    how: str, moto_store: S3Store, moto_proxy: FaultProxy, credentials: Path
+) -> None:
+    moto_store.raw_write("a/x", b"123")
+    store = Store(moto_store.below("a"), _options(moto_proxy))
+    assert store.list_files() == {"x": 3}
+    _issue(credentials, NEW_KEY)
+    refused = moto_proxy.add(EXPIRED, when=lambda exchange: _signed_by(exchange, OLD_KEY), times=None)
+    if how == "publish_stream":
+        store.publish_stream("y", [bytes(PART_BYTES), b"1"], PART_BYTES + 1)
+        assert moto_store.raw_list()["a/y"] == PART_BYTES + 1
+    else:
+        ways = {"list_files": store.list_files, "list_folder": store.list_folder, "quickly": lambda: list_times(store)}
+        assert list(ways[how]()) == ["x"]
+    assert refused.fired >= 1
