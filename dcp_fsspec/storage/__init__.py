@@ -3,7 +3,8 @@
 Data flows one way::
 
     save   writer -> saving -> splitting (plan) -> upload -> framing (bytes) -> transfer (threads) -> filesystem
-    load   reader -> opened (.metadata) -> reading -> ranges (plan) -> transfer -> filesystem -> framing (tensors)
+    load   reader -> opened (.metadata) -> reading -> fetching, ranges (plan) -> transfer -> filesystem
+           -> framing (tensors)
 
 ``writer`` and ``reader`` are DCP's protocol, ``saving`` and ``reading`` the work behind it. ``metadata`` and
 ``checksums`` are the two small files beside the shard files; ``safe_pickle`` and ``pickle_scan`` open the first of them

@@ -27,11 +27,12 @@ from torch.futures import Future
 from dcp_fsspec.errors import CheckpointNotFoundError, ConfigurationError, DcpFsspecError, StorageReadError
 from dcp_fsspec.storage import checksums, fanout, metadata, tracing
 from dcp_fsspec.storage.bars import told
+from dcp_fsspec.storage.fetching import Source
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.location import checkpoint_id_text
 from dcp_fsspec.storage.opened import SmallFiles, read_checksums, read_metadata
 from dcp_fsspec.storage.progress import ProgressWish
-from dcp_fsspec.storage.reading import ItemReader, Source
+from dcp_fsspec.storage.reading import ItemReader
 from dcp_fsspec.storage.report import ReadReport, speed_text
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
 from dcp_fsspec.storage.torch_internals import ExtensionRegistry, called_by_dcp_load

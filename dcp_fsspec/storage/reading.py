@@ -1,10 +1,9 @@
-"""From a load plan to filled tensors: choose ranges, fetch them, check and decode each item, copy it.
+"""From a load plan to filled tensors: choose ranges, have them fetched, check and decode each item, copy it.
 
 A tensor item is read whole, or, when only some of its rows are wanted or it is very large, as rows. Rows need to
 know where the payload begins, so the heads of such items are fetched first, all in one round.
 """
 
-import contextlib
 import functools
 import io
 import math
@@ -14,11 +13,9 @@ from dataclasses import dataclass, replace
 from typing import IO
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcp_fsspec.errors import (
-    CheckpointNotFoundError,
     ConfigurationError,
     CorruptCheckpointError,
     DcpFsspecError,
@@ -26,68 +23,38 @@ from dcp_fsspec.errors import (
 )
 from dcp_fsspec.storage import framing
 from dcp_fsspec.storage.byte_items import ByteItems
-from dcp_fsspec.storage.checksums import Section, check_item
-from dcp_fsspec.storage.filesystem import Buffer, Store
+from dcp_fsspec.storage.checksums import check_item
+from dcp_fsspec.storage.fetching import Fetcher, Source
+from dcp_fsspec.storage.filesystem import Buffer
 from dcp_fsspec.storage.landing import (
     MIN_LANDING_BYTES,
     Consumer,
     Landing,
-    Layout,
     can_land,
-    give,
     tell_autograd,
 )
 from dcp_fsspec.storage.metadata import chunk_of
-from dcp_fsspec.storage.progress import Meter, ProgressCallback
+from dcp_fsspec.storage.progress import ProgressCallback
 from dcp_fsspec.storage.ranges import (
     FETCH_BYTES,
     MAX_GAP_BYTES,
-    Fetch,
     Wanted,
     contiguous_run,
     envelope,
-    fetch_bytes_for,
-    merge,
 )
 from dcp_fsspec.storage.report import ReadReport
-from dcp_fsspec.storage.scratch import MAX_SCRATCH_BYTES, Scratch
 from dcp_fsspec.storage.splitting import cut
-from dcp_fsspec.storage.torch_internals import ExtensionRegistry, StorageInfo, StreamTransformExtension
-from dcp_fsspec.storage.tracing import NO_SPAN, OFF, Trace
-from dcp_fsspec.storage.transfer import Job, Transfer
+from dcp_fsspec.storage.torch_internals import StorageInfo, StreamTransformExtension
+from dcp_fsspec.storage.tracing import NO_SPAN
+from dcp_fsspec.storage.transfer import Transfer
 
 _WHOLE_ITEM_SHARE = 0.95
 """An item of which more than this share is wanted is read whole, and so can be checked."""
-
-_WHOLE_FILE = 1 << 62
 
 _CHUNK_BYTES = 1 << 20
 
 _MAX_WHOLE_BYTES = 16 << 20
 """A larger item, of another writer, is read in groups of rows."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint to read from, and the rules for it.
-
-    Attributes:
-        store: Its folder.
-        metadata: Its metadata.
-        checksums: Its checksums; None if there are none or none are wanted.
-        whole_files: Read every shard file that is needed at all as a whole, so that all of it can be checked.
-        trust_pickle: See `FsspecStorageReader`.
-        extension_registry: Torch's registry of stream transforms.
-        trace: Where what the threads do is recorded.
-    """
-
-    store: Store
-    metadata: Metadata
-    checksums: Section | None
-    whole_files: bool
-    trust_pickle: bool | Sequence[type]
-    extension_registry: ExtensionRegistry
-    trace: Trace = OFF
 
 
 @dataclass(frozen=True)
@@ -116,9 +83,6 @@ class _Target:
         return framing.payload_bytes(self.dtype, self.item.lengths)
 
 
-_scratch = Scratch()
-
-
 class ItemReader:
     """Reads the items of one plan on one rank.
 
@@ -135,6 +99,7 @@ class ItemReader:
         self._source = source
         self._planner = planner
         self._transfer = transfer
+        self._fetcher = Fetcher(source, transfer)
         self._progress = progress
         self._byte_items = ByteItems(source.store.url, source.trust_pickle)
         # Planners are written for one thread; only the copying runs beside it.
@@ -146,7 +111,7 @@ class ItemReader:
         """Fill the planner's targets; see `FsspecStorageReader.read_data` for what it raises."""
         with self._source.trace.span("plan", items=len(items)):
             wanted = self._wanted(items)
-        self._fetch(wanted, self._progress)
+        self._report.num_bytes += self._fetcher.fetch(wanted, self._progress)
         return self._report
 
     def _wanted(self, items: Sequence[ReadItem]) -> list[Wanted[Consumer]]:
@@ -218,7 +183,7 @@ class ItemReader:
             if made is not None and made.fits(data):
                 known[id(target)] = len(made.head)
 
-        self._fetch(
+        self._report.num_bytes += self._fetcher.fetch(
             [
                 Wanted(
                     target.info.relative_path,
@@ -276,62 +241,6 @@ class ItemReader:
             for offset, length in set(record.items if record else ()) - planned:
                 consumer = Consumer(functools.partial(self._check_other, name, offset))
                 yield Wanted(name, offset, offset + length, consumer)
-
-    # Fetching --------------------------------------------------------------------------------------------
-
-    def _fetch(self, wanted: Sequence[Wanted[Consumer]], progress: ProgressCallback | None = None) -> None:
-        capabilities = self._source.store.capabilities
-        total = sum(one.num_bytes for one in wanted)
-        fetches = merge(
-            wanted, fetch_bytes_for(total, self._transfer.max_concurrency) if capabilities.ranges else _WHOLE_FILE
-        )
-        num_bytes = sum(fetch.num_bytes for fetch in fetches)
-        self._report.num_bytes += num_bytes
-        meter = Meter(f"load {self._source.store.url}", num_bytes, progress)
-        self._transfer.run(self._job(fetch, meter) for fetch in fetches)
-
-    def _job(self, fetch: Fetch[Consumer], meter: Meter) -> Job[None]:
-        """Prepare a fetch. Called when its turn comes, so that no more memory is asked for than is in flight."""
-        if fetch.num_bytes > MAX_SCRATCH_BYTES:
-            return Job(2 * fetch.num_bytes, functools.partial(self._run_large, fetch, meter))
-        layout = Layout(fetch)
-        cost_bytes = layout.scratch_bytes + self._source.store.capabilities.read_copies * fetch.num_bytes
-        return Job(cost_bytes, functools.partial(self._run, fetch, layout, meter))
-
-    def _run(self, fetch: Fetch[Consumer], layout: Layout, meter: Meter) -> None:
-        with self._fetching(fetch):
-            layout.fill(_scratch, functools.partial(self._source.store.read_into, fetch.file, fetch.start))
-        with self._source.trace.span("copy", items=len(fetch.wanted)):
-            layout.hand_over()
-        meter.add(fetch.num_bytes)
-
-    def _run_large(self, fetch: Fetch[Consumer], meter: Meter) -> None:
-        with self._fetching(fetch):
-            data = self._source.store.read_range(fetch.file, fetch.start, fetch.stop)
-        with self._source.trace.span("copy", items=len(fetch.wanted)):
-            give(fetch, data)
-        meter.add(fetch.num_bytes)
-
-    @contextlib.contextmanager
-    def _fetching(self, fetch: Fetch[Consumer]) -> Iterator[None]:
-        try:
-            with self._source.trace.span("GET", file=fetch.file, bytes=fetch.num_bytes):
-                yield
-        except CheckpointNotFoundError as error:
-            where = self._source.store.url_of(fetch.file)
-            raise CorruptCheckpointError(f"{where} is missing, it should hold {self._keys(fetch)}: {error}") from error
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{error} It should hold {self._keys(fetch)}.") from error
-
-    def _keys(self, fetch: Fetch[Consumer]) -> str:
-        """Name the items of a fetch, for messages."""
-        storage_data = self._source.metadata.storage_data
-        keys = sorted(
-            index.fqn
-            for index, info in storage_data.items()
-            if info.relative_path == fetch.file and info.offset < fetch.stop and fetch.start < info.offset + info.length
-        )
-        return ", ".join(keys[:10]) + (f" and {len(keys) - 10} more" if len(keys) > 10 else "")
 
     # Taking what arrived ---------------------------------------------------------------------------------
 
