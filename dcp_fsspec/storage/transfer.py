@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from dcp_fsspec.errors import ConfigurationError
 from dcp_fsspec.storage.tracing import OFF, Trace
@@ -84,8 +84,8 @@ class Transfer:
         return [future.result() for future in futures]
 
     @contextlib.contextmanager
-    def _pool(self) -> Iterator["_Pool[T]"]:
-        pool: _Pool[T] = _Pool(self._max_concurrency)
+    def _pool(self) -> Iterator["_Pool[Any]"]:
+        pool: _Pool[Any] = _Pool(self._max_concurrency)
         try:
             yield pool
         except BaseException:
