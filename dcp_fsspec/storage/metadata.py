@@ -1,9 +1,6 @@
 """The stock ``.metadata`` file: written as stock writers do, read by an allow-list, checked before it is believed."""
 
-import copyreg
-import io
 import math
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_fsspec.errors import CorruptCheckpointError, UnsafeCheckpointError
-from dcp_fsspec.storage import safe_pickle
+from dcp_fsspec.storage import metadata_pickle, safe_pickle
 from dcp_fsspec.storage.bulk import collection_held_off
 from dcp_fsspec.storage.location import is_safe_relative
 from dcp_fsspec.storage.names import FILE_NAME as FILE_NAME
@@ -36,10 +33,8 @@ def encode(metadata: Metadata, storage_data: Mapping[MetadataIndex, StorageInfo]
     metadata.version = DCP_VERSION
     metadata.storage_data = storage_data
     metadata.storage_meta = storage_meta
-    stream = io.BytesIO()
     with collection_held_off():
-        _Pickler(stream, protocol=4).dump(metadata)
-    return stream.getvalue()
+        return metadata_pickle.dumps(metadata)
 
 
 def decode(data: bytes, where: str) -> Metadata:
@@ -92,31 +87,6 @@ def chunk_of(metadata: Metadata, index: MetadataIndex) -> tuple[TensorStorageMet
     raise KeyError(index)
 
 
-class _Pickler(pickle.Pickler):
-    """Writes what `pickle` writes, faster: a million records need not be asked how they are pickled."""
-
-    def __init__(self, stream: io.BytesIO, protocol: int) -> None:
-        super().__init__(stream, protocol)
-        self._sizes: dict[torch.Size, torch.Size] = {}
-        self.dispatch_table = {
-            **copyreg.dispatch_table,
-            MetadataIndex: self._record,
-            ChunkStorageMetadata: self._record,
-            StorageInfo: self._stored,
-        }
-
-    def _record(self, record: MetadataIndex | ChunkStorageMetadata) -> tuple[Any, ...]:
-        # Equal shapes and offsets are written once, and later only referred to.
-        return copyreg.__newobj__, (type(record),), {name: self._shared(one) for name, one in vars(record).items()}  # type: ignore[attr-defined]
-
-    def _shared(self, value: Any) -> Any:
-        return self._sizes.setdefault(value, value) if type(value) is torch.Size else value
-
-    @staticmethod
-    def _stored(info: StorageInfo) -> tuple[Any, ...]:
-        return copyreg.__newobj__, (StorageInfo,), vars(info)  # type: ignore[attr-defined]
-
-
 def _check(metadata: Metadata, where: str) -> None:
     if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(metadata.storage_data, dict):
         raise TypeError("state_dict_metadata and storage_data must be dicts")
@@ -134,9 +104,14 @@ def _check(metadata: Metadata, where: str) -> None:
 
 def _check_items(storage_data: Mapping[MetadataIndex, StorageInfo], where: str) -> None:
     files: dict[str, list[tuple[int, int]]] = {}
+    good: set[int] = set()  # Offsets and numbers that many items share are looked at once. All of them stay alive.
     for index, info in storage_data.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo) or not _is_index(index):
+        if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):
             raise TypeError("storage_data holds something else than items")
+        if not (isinstance(index.fqn, str) and id(index.offset) in good and id(index.index) in good):
+            if not _is_index(index):
+                raise TypeError("storage_data holds something else than items")
+            good |= {id(index.offset), id(index.index)}
         path, offset, length = info.relative_path, info.offset, info.length
         places = files.get(path) if isinstance(path, str) else None
         if places is None:

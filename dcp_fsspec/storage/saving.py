@@ -5,16 +5,16 @@
 
 import dataclasses
 import errno
+import itertools
 import logging
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -28,15 +28,17 @@ from dcp_fsspec.errors import (
 )
 from dcp_fsspec.storage import checksums, metadata, tracing
 from dcp_fsspec.storage.bars import told
+from dcp_fsspec.storage.bulk import collection_held_off
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.framing import is_framed_in_place
 from dcp_fsspec.storage.location import checkpoint_id_text
 from dcp_fsspec.storage.progress import Meter, ProgressWish
 from dcp_fsspec.storage.report import SaveReport, speed_text
+from dcp_fsspec.storage.results import FileResult, Results, by_file
 from dcp_fsspec.storage.splitting import MAX_PIECE_BYTES, file_bytes, item_bytes, pack, split_plan, whole_of
-from dcp_fsspec.storage.torch_internals import StreamTransformExtension
+from dcp_fsspec.storage.torch_internals import StorageInfo, StreamTransformExtension
 from dcp_fsspec.storage.transfer import Job, Transfer
-from dcp_fsspec.storage.upload import Upload, Written
+from dcp_fsspec.storage.upload import Upload
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,11 @@ _FRAME_OVERHEAD_BYTES = 2048
 
 @dataclasses.dataclass(frozen=True)
 class SaveOptions:
-    """Settings of a save; see `FsspecStorageWriter`."""
+    """Settings of a save; see `FsspecStorageWriter`.
+
+    Attributes:
+        returns_metadata: `finish` leaves the metadata complete, for DCP to hand to the caller of ``dcp.save``.
+    """
 
     shard_bytes: int | None
     max_concurrency: int | None
@@ -55,6 +61,7 @@ class SaveOptions:
     progress: ProgressWish
     trace: str | os.PathLike[str] | None = None
     log_level: int = logging.INFO
+    returns_metadata: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,10 +235,10 @@ class Save:
         size = file_bytes(total_bytes, self._shard_bytes, self._threads)
         return size + size // 64  # The frames around the pieces must not cost a place.
 
-    def _run(self, parts: Sequence[tuple[int, Upload]], copies: int, names: list[str]) -> list[WriteResult]:
+    def _run(self, parts: Sequence[tuple[int, Upload]], copies: int, names: list[str]) -> Results:
         """Run uploads, given with their bytes."""
         if not parts:
-            return []
+            return Results()
         self.store.prepare()
         try:
             with self.store.stoppable() as stop, told(self._options.progress, here=self._is_coordinator) as callback:
@@ -244,7 +251,7 @@ class Save:
         except BaseException:
             self._discard(names)
             raise
-        return [result for results in per_file for result in results]
+        return Results(itertools.chain.from_iterable(per_file))
 
     def _naming(self, plan: SavePlan) -> _Naming:
         """Return how this rank's files are named.
@@ -292,14 +299,14 @@ class Save:
             self.trace.write()
 
     def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        written = {result.index: cast(Written, result.storage_data) for of_rank in results for result in of_rank}
-        names = {one.info.relative_path for one in written.values()}
+        files = [file for of_rank in results for file in by_file(of_rank)]
+        names = {file.name for file in files}
         checksums_name = checksums.file_name(self._save_id) or checksums.FILE_NAME
         try:
-            _check_complete(metadata, written, self.store.url)
-            with self.trace.span("encode"):
-                content = self._content(metadata, written)
-                sums = checksums.encode(_section(written.values()), self._save_id, checksums.crc_of([content]))
+            with self.trace.span("encode"), collection_held_off():
+                content = self._content(metadata, files)
+                section = {file.name: file.checksums() for file in files}
+                sums = checksums.encode(section, self._save_id, checksums.crc_of([content]))
             self.store.prepare()
             with self.trace.span("PUT", file=checksums_name, bytes=len(sums)):
                 self.store.swap(checksums_name, sums)
@@ -318,7 +325,11 @@ class Save:
         self._remove_old({*names, checksums_name})
         self.report.num_requests = self.store.num_requests - self._requests_before
         self.report.num_retries = self.store.num_retries - self._retries_before
-        num_bytes = sum(result.size_in_bytes for of_rank in results for result in of_rank)
+        if not self._options.returns_metadata:
+            # DCP sends it to every rank now, which nobody would look at: of a million items that takes longer than
+            # all else.
+            metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data = {}, None, None
+        num_bytes = sum(file.item_bytes for file in files)
         logger.log(
             self._options.log_level,
             "%s saved by %d rank(s): %s, %d files; on this rank %d requests, %d retries",
@@ -333,8 +344,9 @@ class Save:
     def _discard(self, names: Iterable[str]) -> None:
         self.store.remove_all(names, "left behind by a failed save")
 
-    def _content(self, dcp_metadata: Metadata, written: Mapping[Any, Written]) -> bytes:
-        storage_data = {index: one.info for index, one in written.items()}
+    def _content(self, dcp_metadata: Metadata, files: Iterable[FileResult]) -> bytes:
+        storage_data = dict(itertools.chain.from_iterable(file.places() for file in files))
+        _check_complete(dcp_metadata, storage_data, self.store.url)
         return metadata.encode(dcp_metadata, storage_data, self.storage_meta)
 
     def _commit(self, content: bytes) -> None:
@@ -362,19 +374,9 @@ def _is_stock(planner: SavePlanner) -> bool:
     return all(getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in names)
 
 
-def _check_complete(dcp_metadata: Metadata, written: Mapping[Any, Written], url: str) -> None:
+def _check_complete(dcp_metadata: Metadata, written: Mapping[MetadataIndex, StorageInfo], url: str) -> None:
     planned = sum(len(getattr(one, "chunks", ("bytes",))) for one in dcp_metadata.state_dict_metadata.values())
     if planned != len(written):
         raise StorageWriteError(
             f"{url}: {planned} items belong to the checkpoint and {len(written)} were written; nothing was committed"
         )
-
-
-def _section(written: Iterable[Written]) -> checksums.Section:
-    files: dict[str, checksums.FileChecksums] = {}
-    items: dict[str, dict[tuple[int, int], checksums.ItemRecord]] = {}
-    for one in written:
-        name = one.info.relative_path
-        files.setdefault(name, one.file)
-        items.setdefault(name, {})[one.info.offset, one.info.length] = one.record
-    return {name: dataclasses.replace(file, items=items[name]) for name, file in files.items()}

@@ -3,7 +3,6 @@
 import io
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,27 +13,13 @@ from dcp_fsspec.errors import IncompatibleStateError
 from dcp_fsspec.storage import checksums
 from dcp_fsspec.storage.filesystem import Buffer, Store
 from dcp_fsspec.storage.framing import frame_tensor, template
+from dcp_fsspec.storage.results import Written
 from dcp_fsspec.storage.scratch import HostCopies, Scratch
 from dcp_fsspec.storage.splitting import Piece, item_bytes, whole_of
 from dcp_fsspec.storage.torch_internals import StorageInfo, StreamTransformExtension
 from dcp_fsspec.storage.tracing import OFF, Trace
 
 _scratch = Scratch()
-
-
-@dataclass(frozen=True)
-class Written:
-    """One item's place and record, sent to the coordinator in ``WriteResult.storage_data``.
-
-    Attributes:
-        info: Its place.
-        record: Its record.
-        file: The record of its file, without items; one object for all of them.
-    """
-
-    info: StorageInfo
-    record: checksums.ItemRecord
-    file: checksums.FileChecksums
 
 
 class Upload:

@@ -105,8 +105,8 @@ class FsspecStorageWriter(StorageWriter):
         """Return a writer to the folder that `store` is; `settings` are keyword arguments of the constructor."""
         writer = cls(store.location, filesystem=store.fs, **settings)
         writer._store = store
-        # Part of something larger, which has a line in the log of its own.
-        writer._options = dataclasses.replace(writer._options, log_level=logging.DEBUG)
+        # Part of something larger, which has a line in the log of its own and no use for what ``dcp.save`` returns.
+        writer._options = dataclasses.replace(writer._options, log_level=logging.DEBUG, returns_metadata=False)
         return writer
 
     def __getstate__(self) -> dict[str, Any]:
