@@ -118,6 +118,16 @@ def throughput(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="venv")
+def simulate(session: nox.Session) -> None:
+    """Saves and loads by thousands of virtual ranks: the short form, with a table and a plot in report/.
+
+    Arguments after `--` go to the simulator instead, such as `--out report` for the long form.
+    """
+    install(session, ".", groups=("bench",))
+    session.run("python", "-m", "benchmarks.simulator", *(session.posargs or ("--out", "report", "--short")))
+
+
+@nox.session(venv_backend="venv")
 def recipes(session: nox.Session) -> None:
     """The programs of docs/recipes.md and exports of a model, against released packages of others. Large downloads."""
     # Without constraints.txt: these packages hold back fsspec.

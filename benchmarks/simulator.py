@@ -7,7 +7,8 @@
 Torch's own planners and this package's storage writer and reader plan for all ranks; what ranks would send each other
 is pickled as the process group would, measured and unpickled. Every rank is planned in the first save. Only a few
 ranks, spread over the job, write and read for real, into memory: what the others report is made up in the same form.
-Work that ranks do side by side is given as the mean of one rank, what the coordinator does as the sum.
+Seconds are those of a CPU: of one rank, on the average, for what the ranks do side by side, and the sum for what the
+coordinator does.
 
 Writes ``scale.jsonl``, ``scale.md`` and ``scale.png`` into the folder. The plot needs matplotlib.
 """
@@ -50,7 +51,7 @@ Line = dict[str, Any]
 
 
 class Clock:
-    """Seconds by name, one for each time that something was done."""
+    """CPU seconds by name, one for each time that something was done: all of it is work for one core."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
@@ -58,9 +59,9 @@ class Clock:
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
         """Note how long the body takes."""
-        began = time.perf_counter()
+        began = time.process_time()
         yield
-        self._seconds[name].append(time.perf_counter() - began)
+        self._seconds[name].append(time.process_time() - began)
 
     def mean(self, *names: str) -> float:
         """Return what one rank spends."""
@@ -82,7 +83,7 @@ class Simulation:
     def __init__(self, case: Case, say: Callable[[str], None]) -> None:
         self._case = case
         self._say = say
-        self._store = Store("memory://job/iteration", filesystem=CountingStore())
+        self._store = Store("memory://job/first", filesystem=CountingStore())
         step = max(1, case.num_ranks // _NUM_REAL)
         self._real = list(range(0, case.num_ranks, step))[:_NUM_REAL]
         self._caches = {rank: PlanCache() for rank in self._real}
@@ -91,15 +92,16 @@ class Simulation:
 
     def run(self, *, stock: bool) -> Line:
         """Return the figures."""
-        first, finals, metadata = self._plan(range(self._case.num_ranks))
+        first, finals, metadata = self._plan(range(self._case.num_ranks), "first")
         save = self._save(finals, metadata)
         del finals
+        again = self._plan(self._real, "next")[0]
         line = {
             "ranks": self._case.num_ranks,
             "tensors": self._case.num_tensors,
             "items": self._case.num_items,
             "plan": first,
-            "plan_again": self._plan(self._real)[0],
+            "plan_again": again,
             "save": save,
             "load": self._load(),
         }
@@ -112,12 +114,12 @@ class Simulation:
 
     # Saving ----------------------------------------------------------------------------------------------
 
-    def _plan(self, ranks: Sequence[int]) -> tuple[Line, list[SavePlan], Metadata]:
+    def _plan(self, ranks: Sequence[int], folder: str) -> tuple[Line, list[SavePlan], Metadata]:
         """Plan a save. Those who are not in `ranks` are taken to say what the others say: that nothing has changed."""
         clock, made = Clock(), []
         num_bytes = 0
         for rank in self._each(ranks, "plans"):
-            sent = self._local(rank, clock)
+            sent = self._local(rank, folder, clock)
             num_bytes += len(sent)
             with clock.of("receive"):
                 made.append(pickle.loads(sent))
@@ -133,8 +135,7 @@ class Simulation:
                 metadata.append(one)
 
         memory_bytes = measure(step).peak_bytes
-        received.clear()
-        made.clear()
+        received, made = [], []  # What remains is what the coordinator keeps.
         num_bytes = num_bytes * self._case.num_ranks // len(ranks)
         for number, final in enumerate(finals):
             with clock.of("send"):
@@ -152,9 +153,9 @@ class Simulation:
         }
         return figures, finals, metadata[0]
 
-    def _local(self, rank: int, clock: Clock) -> bytes:
+    def _local(self, rank: int, folder: str, clock: Clock) -> bytes:
         planner = SnapshotPlanner(self._case.saved(rank), self._caches.get(rank, PlanCache()))
-        writer = FsspecStorageWriter.at(self._store, overwrite=True, progress=False)
+        writer = FsspecStorageWriter.at(self._store.at(f"memory://job/{folder}"), overwrite=False, progress=False)
         writer.set_up_storage_writer(rank == 0, rank=rank)
         planner.set_up_planner({}, is_coordinator=rank == 0)
         if rank in self._caches:

@@ -110,20 +110,20 @@ class _Target(torch.Tensor):
     """A rank's part of a sharded tensor, as torch's planner asks for it."""
 
     whole: torch.Size
-    chunk: ChunkStorageMetadata
+    held: ChunkStorageMetadata
     part: torch.Tensor
 
     @classmethod
     def of(cls, case: Case, rank: int) -> _Target:
         target = torch.empty(0).as_subclass(cls)
-        target.whole, target.chunk, target.part = case.whole, case.chunk(rank), torch.empty(ROWS, COLUMNS)
+        target.whole, target.held, target.part = case.whole, case.chunk(rank), torch.empty(ROWS, COLUMNS)
         return target
 
     def size(self, *_: Any) -> Any:
         return self.whole
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self.chunk]
+        return [self.held]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self.part

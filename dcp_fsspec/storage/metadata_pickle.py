@@ -67,21 +67,16 @@ class _Writer:
 
     def _preamble(self) -> bytes:
         """Return the code that remembers all that occurs often and leaves nothing on the stack."""
-        texts: dict[str, None] = {}
-        sizes: dict[torch.Size, torch.Size] = {}
-        for fqn, record in self._metadata.state_dict_metadata.items():
-            texts[fqn] = None
+        texts = dict.fromkeys(name for names in _ATTRIBUTES.values() for name in names)
+        texts |= dict.fromkeys(self._metadata.state_dict_metadata)
+        texts |= dict.fromkeys(info.relative_path for info in (self._metadata.storage_data or {}).values())
+        sizes: dict[torch.Size, None] = {}
+        for record in self._metadata.state_dict_metadata.values():
             if type(record) is TensorStorageMetadata:
-                for chunk in record.chunks:
-                    for size in (chunk.offsets, chunk.sizes):
-                        if type(size) is torch.Size:
-                            sizes.setdefault(size, size)
-        places: Mapping[MetadataIndex, StorageInfo] = self._metadata.storage_data or {}
-        for index, info in places.items():
-            texts[index.fqn] = texts[info.relative_path] = None
-            if type(index.offset) is torch.Size:
-                sizes.setdefault(index.offset, index.offset)
-        texts |= dict.fromkeys(name for names in _ATTRIBUTES.values() for name in names)
+                # The offsets of the places are among these.
+                for one in ([chunk.offsets for chunk in record.chunks], [chunk.sizes for chunk in record.chunks]):
+                    if set(map(type, one)) == {torch.Size}:
+                        sizes |= dict.fromkeys(one)
         common = [list(_ATTRIBUTES), list(texts), list(sizes)]
         code = self._fragment(common) + pickle.POP
         numbers = {number: _get(place) for number, (place, _) in self._pickler.memo.copy().items()}
@@ -137,7 +132,14 @@ class _Writer:
             if _is_plain(index, info):
                 yield b"".join(
                     (
-                        *(fqn, texts[index.fqn], offset, size(index.offset), number, _number(index.index)),
+                        *(
+                            fqn,
+                            texts.get(index.fqn) or self._fragment(index.fqn),
+                            offset,
+                            size(index.offset),
+                            number,
+                            _number(index.index),
+                        ),
                         *(path, texts[info.relative_path], start, _number(info.offset), length, _number(info.length)),
                         _CLOSING,
                     )

@@ -81,7 +81,7 @@ class FileResult:
                 sizes[offset] = torch.Size(cast(Sequence[int], offset))
             index = object.__new__(MetadataIndex)
             # As unpickling does; the constructor of a frozen class takes four times as long.
-            vars(index).update(fqn=fqn, offset=sizes[offset], index=number)
+            object.__setattr__(index, "__dict__", {"fqn": fqn, "offset": sizes[offset], "index": number})
             yield index, StorageInfo(self.name, start, length, self.transforms)
 
     def checksums(self) -> FileChecksums:
@@ -90,14 +90,13 @@ class FileResult:
 
 
 def _file_result(*columns: Any) -> FileResult:
-    *others, rows = columns
-    return FileResult(*others, array("q", rows))
+    return FileResult(*columns[:-1], array("q", columns[-1]))
 
 
 class Results(list[WriteResult]):
     """What one rank has written."""
 
-    def __reduce__(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def __reduce__(self) -> tuple[Any, ...]:
         return GatheredResults, (by_file(self),)
 
 
