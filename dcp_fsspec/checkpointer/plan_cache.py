@@ -26,11 +26,21 @@ class PlanCache:
         """Forget all; the next save plans afresh. Called on every rank when a save has failed on any."""
         self._local: SavePlan | None = None
         self._final: SavePlan | None = None
+        self._forms: object = None
         self._all: list[SavePlan] = []
         self._metadata: Metadata | None = None
 
-    def local(self, plan: SavePlan) -> SavePlan:
-        """Return what this rank sends to the coordinator: its plan, or that it is the one of the last save."""
+    def local(self, forms: object, make: Callable[[], SavePlan]) -> SavePlan:
+        """Return what this rank sends to the coordinator: its plan, or that it is the one of the last save.
+
+        Args:
+            forms: What the plan depends on, to be compared with that of the last save; None: not known.
+            make: Makes the plan, which takes a hundred times as long as to compare the forms.
+        """
+        if self._final is not None and forms is not None and forms == self._forms:
+            return _UNCHANGED
+        plan = make()
+        self._forms = forms
         if self._final is not None and self._local is not None and _equal(plan, self._local):
             return _UNCHANGED
         self._local, self._final = plan, None

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
 
 from dcp_fsspec.checkpointer import nesting
 from dcp_fsspec.checkpointer.plan_cache import PlanCache
@@ -137,6 +138,24 @@ class _PlainPickler(pickle.Pickler):
         return NotImplemented
 
 
+def _forms(flat: FlatState) -> tuple[Any, ...] | None:
+    """Return all that the plan of `flat` depends on, quick to make and to compare; None if that is not known."""
+    forms = [_form(value) for value in flat.values.values()]
+    return None if any(form is None for form in forms) else (list(flat.values), forms, dict(flat.paths))
+
+
+def _form(value: Any) -> tuple[Any, ...] | None:
+    if isinstance(value, PickledValue):
+        return (PickledValue,)
+    if isinstance(value, StagedShards):
+        return value.write_items
+    if isinstance(value, DTensor):
+        return value.dtype, value.shape, value.requires_grad, value.placements, value.device_mesh
+    if isinstance(value, torch.Tensor) and not hasattr(value, "__create_write_items__"):
+        return value.dtype, value.shape, value.requires_grad, value.layout
+    return None
+
+
 class SnapshotPlanner(DefaultSavePlanner):
     """Plans and hands out what a snapshot holds.
 
@@ -167,7 +186,7 @@ class SnapshotPlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Plan this rank's part, or say that it has not changed."""
-        return self._cache.local(super().create_local_plan())
+        return self._cache.local(_forms(self._flat), super().create_local_plan)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Plan for all ranks, unless nothing has changed. On the coordinator only.

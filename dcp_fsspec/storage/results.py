@@ -90,7 +90,8 @@ class FileResult:
 
 
 def _file_result(*columns: Any) -> FileResult:
-    return FileResult(*columns[:-1], array("q", columns[-1]))
+    values = (*columns[:-1], array("q", columns[-1]))
+    return FileResult(*values)
 
 
 class Results(list[WriteResult]):
