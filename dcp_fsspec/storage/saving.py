@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -77,6 +78,10 @@ class _Naming:
     token: str
     prefix: str = ""
     suffix: str = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the names of the attributes: it is all that thousands of ranks exchange when no plan has changed.
+        return _Naming, (self.token, self.prefix, self.suffix)
 
 
 class Save:
