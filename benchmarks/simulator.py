@@ -154,7 +154,7 @@ class Simulation:
         return figures, finals, metadata[0]
 
     def _local(self, rank: int, folder: str, clock: Clock) -> bytes:
-        planner = SnapshotPlanner(self._case.saved(rank), self._caches.get(rank, PlanCache()))
+        planner = SnapshotPlanner(self._case.saved(rank), self._caches.get(rank, PlanCache()), self._case.num_ranks)
         writer = FsspecStorageWriter.at(self._store.at(f"memory://job/{folder}"), overwrite=False, progress=False)
         writer.set_up_storage_writer(rank == 0, rank=rank)
         planner.set_up_planner({}, is_coordinator=rank == 0)

@@ -16,7 +16,7 @@ def _values() -> dict[str, Any]:
 
 
 def _plans_again(cache: PlanCache, values: dict[str, Any]) -> bool:
-    planner = SnapshotPlanner(FlatState(values, {key: (key,) for key in values}), cache)
+    planner = SnapshotPlanner(FlatState(values, {key: (key,) for key in values}), cache, num_ranks=1)
     planner.set_up_planner({}, is_coordinator=True)
     local = planner.create_local_plan()
     (final,), _ = planner.create_global_plan([local])
