@@ -34,7 +34,7 @@ from dcp_fsspec.errors import AsyncSaveError
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 15
+_NICENESS = 10
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IO_BEST_EFFORT_LOWEST = (2 << 13) | 7
 _LOOK_SECONDS = 1.0

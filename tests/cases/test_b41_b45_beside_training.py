@@ -42,7 +42,7 @@ def test_b41_save_returns_before_anything_is_written(mode: str, proxied_store: S
             assert job.worker.nice() > psutil.Process().nice()
             assert job.worker.ionice().value == 7
             group = Path(f"/proc/{job.worker.pid}/autogroup")
-            assert not group.exists() or not group.read_text() or group.read_text().endswith(" nice 15\n")
+            assert not group.exists() or not group.read_text() or group.read_text().endswith(" nice 10\n")
 
 
 def _collectives_of_the_training(rank: int, url: str, options: dict[str, Any], mode: str, order: int) -> list[int]:
