@@ -9,10 +9,10 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from dcp_fsspec.errors import ConfigurationError
 from dcp_fsspec.storage.tracing import OFF, Trace
@@ -73,26 +73,21 @@ class Transfer:
                 failures are attached as notes. All jobs that had begun have ended.
         """
         futures: list[Future[T]] = []
-        with self._pool() as pool:
-            running: dict[Future[T], int] = {}
+        running: dict[Future[T], int] = {}
+        pool: _Pool[T] = _Pool(self._max_concurrency)
+        try:
             for job in jobs:
                 self._make_room(running, job.cost_bytes)
                 future = pool.submit(job.run)
                 futures.append(future)
                 running[future] = job.cost_bytes
             self._make_room(running, None)
-        return [future.result() for future in futures]
-
-    @contextlib.contextmanager
-    def _pool(self) -> Iterator["_Pool[Any]"]:
-        pool: _Pool[Any] = _Pool(self._max_concurrency)
-        try:
-            yield pool
         except BaseException:
             self._stop.set()
             raise
         finally:
             pool.end()
+        return [future.result() for future in futures]
 
     def _make_room(self, running: dict[Future[T], int], cost_bytes: int | None) -> None:
         """Wait until `cost_bytes` more fit beside `running`, or until all is done when it is None."""
