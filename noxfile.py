@@ -67,6 +67,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="venv")
+def tests_long(session: nox.Session) -> None:
+    """The tests that `tests` leaves out because others of their kind stand for them."""
+    install(session, ".", groups=("test",))
+    session.run("pytest", "-q", "-m", "long", *session.posargs)
+
+
+@nox.session(venv_backend="venv")
 def crash(session: nox.Session) -> None:
     """Kill saves at every point, and try many sequences of saves and crashes. Takes half an hour; prints the count."""
     install(session, ".", groups=("test",))
