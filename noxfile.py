@@ -1,4 +1,4 @@
-"""The checks of this project: `nox` runs lint, docs, types and tests; the others run by `nox -s NAME`."""
+"""The checks of this project: `nox` runs lint, types and tests; the others run by `nox -s NAME`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "docs", "tests"]
+nox.options.sessions = ["lint", "tests"]
 nox.options.error_on_missing_interpreters = True
 
 GROUPS = tomllib.loads(Path("pyproject.toml").read_text())["dependency-groups"]
@@ -70,7 +70,7 @@ def tests(session: nox.Session) -> None:
 def tests_long(session: nox.Session) -> None:
     """The tests that `tests` leaves out because others of their kind stand for them."""
     install(session, ".", groups=("test",))
-    session.run("pytest", "-q", "-m", "long", *session.posargs)
+    session.run("pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "long", *session.posargs)
 
 
 @nox.session(venv_backend="venv")

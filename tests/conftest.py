@@ -36,6 +36,16 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of long.txt."""
+    lines = (Path(__file__).parent / "long.txt").read_text().splitlines()
+    long = {f"tests/{line}" for line in lines if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker("long")
+
+
 @pytest.fixture(scope="session")
 def seaweed() -> Iterator[SeaweedServer]:
     """One real S3 server for the whole run."""

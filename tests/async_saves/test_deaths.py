@@ -72,7 +72,7 @@ def _await_file(path: str) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("num_ranks", "victim"), [pytest.param(2, 0, marks=pytest.mark.long), (4, 3)])
+@pytest.mark.parametrize(("num_ranks", "victim"), [(2, 0), (4, 3)])
 def test_h14_a_process_that_dies_is_replaced_and_no_rank_takes_its_save_for_done(
     num_ranks: int,
     victim: int,

@@ -128,15 +128,8 @@ def test_a_script_that_ends_while_a_delete_hangs_ends_in_time(proxied_store: S3S
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("mode", "ending"),
-    [
-        ("async", "group"),
-        ("async_with_pinned_mem", "raise"),
-        pytest.param("async", "raise", marks=pytest.mark.long),
-        pytest.param("async_with_pinned_mem", "group", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("mode", BACKGROUND)
+@pytest.mark.parametrize("ending", ["raise", "group"])
 def test_ranks_that_end_without_finalize_leave_the_checkpoint_complete_or_say_that_it_is_lost(
     mode: str, ending: str, proxied_store: S3Store, proxy: FaultProxy
 ) -> None:

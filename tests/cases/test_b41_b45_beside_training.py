@@ -170,7 +170,7 @@ def _one_rank_of_the_group_saves(rank: int, url: str, options: dict[str, Any], m
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.long), "async_with_pinned_mem"])
+@pytest.mark.parametrize("mode", BACKGROUND)
 def test_b45_ranks_outside_of_the_group_have_no_part(mode: str, four_ranks: RankPool, seaweed_store: S3Store) -> None:
     outcomes = four_ranks.run(
         _one_rank_of_the_group_saves, seaweed_store.url, seaweed_store.storage_options, mode, deadline_seconds=80
