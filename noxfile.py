@@ -1,4 +1,4 @@
-"""The checks of this project: `nox` runs lint, types and tests; the others run by `nox -s NAME`."""
+"""The checks of this project: `nox` runs lint, docs, types and tests; the others run by `nox -s NAME`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "tests"]
+nox.options.sessions = ["lint", "docs", "tests"]
 nox.options.error_on_missing_interpreters = True
 
 GROUPS = tomllib.loads(Path("pyproject.toml").read_text())["dependency-groups"]

@@ -7,6 +7,7 @@ do without.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dcp_fsspec import errors
 from dcp_fsspec.version import __version__
 
 if TYPE_CHECKING:
@@ -91,19 +92,7 @@ _HOMES = {
     ),
     "checkpointer.rng": ("RandomState",),
     "checkpointer.state": ("PerRank",),
-    "errors": (
-        "AsyncSaveError",
-        "CheckpointExistsError",
-        "CheckpointNotFoundError",
-        "ConfigurationError",
-        "CorruptCheckpointError",
-        "DcpFsspecError",
-        "IncompatibleStateError",
-        "StorageReadError",
-        "StorageWriteError",
-        "UncommittedCheckpointError",
-        "UnsafeCheckpointError",
-    ),
+    "errors": tuple(errors.__all__),
     "storage.inspecting": (
         "CheckpointView",
         "open_checkpoint",

@@ -19,6 +19,7 @@ import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 
+from dcp_fsspec.storage.retry import PASSING_STATUS
 from dcp_fsspec.storage.signing import Signed
 
 Buffer = bytes | bytearray | memoryview
@@ -29,7 +30,6 @@ _SMALL_BYTES = 64 << 10
 _MAX_IDLE = 64
 _MAX_IDLE_SECONDS = 20.0
 _MAX_ANSWER_BYTES = 64 << 10
-_PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _CLOSED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/")
 
@@ -119,7 +119,7 @@ def _asked(
             # The store has closed what lay idle. Nothing of an answer had come, so this one is the same request.
             connection.close()
             answer = _ask(connection, method, target, signed, headers, body)
-        if answer.status in _PASSING_STATUS:
+        if answer.status in PASSING_STATUS:
             raise UnavailableError(answer.status, answer.reason)
         yield answer
     except BaseException as error:

@@ -403,13 +403,13 @@ class _Targets(LoadPlanner):
     # Never called: the plan is made by hand, and read_data asks for targets only.
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("the plan is made by hand")
 
     def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
+        raise NotImplementedError("the plan is made by hand")
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError
+        raise NotImplementedError("the plan is made by hand")
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError
+        raise NotImplementedError("the plan is made by hand")

