@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -44,6 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in long:
             item.add_marker("long")
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """Put back how much the package logs: the command line changes it, and may run in the process of a test."""
+    logger = logging.getLogger("dcp_fsspec")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,9 @@ from support.torchrun import torchrun
 
 pytestmark = pytest.mark.slow
 
+# Within it even a busy machine comes to the request that hangs.
+_PATIENCE_SECONDS = 12
+
 _SCRIPT = """
 import json, os, sys
 url, options, mode, ending, timeout_seconds = sys.argv[1], json.loads(sys.argv[2]), *sys.argv[3:]
@@ -107,7 +110,7 @@ def test_h15_a_script_that_ends_while_the_store_hangs_ends_in_time_and_names_the
 ) -> None:
     stall = Stall()
     proxy.add(stall, operation="PUT", key=key, times=None)
-    ended = _run(proxied_store, mode, "fall off", 3)
+    ended = _run(proxied_store, mode, "fall off", _PATIENCE_SECONDS)
     assert stall.arrived.is_set()
     assert ended.returncode == 0, ended.stderr
     assert "iteration 7 was NOT saved" in ended.stderr
@@ -120,7 +123,7 @@ def test_a_script_that_ends_while_a_delete_hangs_ends_in_time(proxied_store: S3S
     stall = Stall()
     proxy.add(stall, operation="DELETE", key="*iter_000000006/*", times=None)
     proxy.add(stall, operation="DELETE_MANY", times=None)
-    ended = _run(proxied_store, "disabled", "prune", 3)
+    ended = _run(proxied_store, "disabled", "prune", _PATIENCE_SECONDS)
     assert stall.arrived.is_set()
     assert ended.returncode == 0, ended.stderr
     assert "is not waited for any longer" in ended.stderr

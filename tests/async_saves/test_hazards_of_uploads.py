@@ -208,7 +208,7 @@ def test_h12_a_process_that_is_stopped_does_not_stop_the_training(
 ) -> None:
     """Not even a request that is too large for the socket does: it is never read."""
     stall = Stall()
-    job = _job(proxied_store, upload_timeout_seconds=4.0)
+    job = _job(proxied_store)
     uploader: Any = job.checkpointer._uploader
     job.save(1)
     job.checkpointer.wait()
@@ -223,6 +223,7 @@ def test_h12_a_process_that_is_stopped_does_not_stop_the_training(
         job.save(2)
         assert stall.arrived.wait(60)
         os.kill(worker, signal.SIGSTOP)
+        uploader._deadline._timeout_seconds = uploader._deadline.seconds + 1
     with pytest.raises(AsyncSaveError, match="iteration 2"):
         job.checkpointer.finalize()
     assert job.ears.told("failure") == [2]
