@@ -140,11 +140,12 @@ class _PlainPickler(pickle.Pickler):
 
 def _forms(flat: FlatState) -> tuple[Any, ...] | None:
     """Return all that the plan of `flat` depends on, quick to make and to compare; None if that is not known."""
-    forms = [_form(value) for value in flat.values.values()]
-    return None if any(form is None for form in forms) else (list(flat.values), forms, dict(flat.paths))
+    forms = [form_of(value) for value in flat.values.values()]
+    return None if any(one is None for one in forms) else (list(flat.values), forms, dict(flat.paths))
 
 
-def _form(value: Any) -> tuple[Any, ...] | None:
+def form_of(value: Any) -> tuple[Any, ...] | None:
+    """Return all that DCP's plan for `value` depends on, besides its key; None if that is not known."""
     if isinstance(value, PickledValue):
         return (PickledValue,)
     if isinstance(value, StagedShards):

@@ -5,22 +5,33 @@ there are, and so that nothing is allocated or touched for the first time after 
 """
 
 import contextlib
+import functools
+import itertools
 import mmap
 import os
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from dcp_fsspec.checkpointer.snapshot import FlatState, PickledValue, Snapshot, StagedShards
+from dcp_fsspec.checkpointer.snapshot import FlatState, PickledValue, Snapshot, StagedShards, form_of
 from dcp_fsspec.errors import IncompatibleStateError, StorageWriteError
 from dcp_fsspec.storage.torch_internals import ShardedTensor, create_write_items, find_shard
+from dcp_fsspec.storage.transfer import Job, Transfer
 
 _ALIGNMENT = 64
+_PIECE_BYTES = 8 << 20
+_MAX_COPYING_THREADS = 4
 _SPARE = 1.02
 """What grows a little from one save to the next should not need new memory each time."""
+
+
+Place = tuple[int, torch.dtype, tuple[int, ...]]
+"""Of a tensor: its first byte, dtype and shape."""
 
 
 class Arena:
@@ -41,6 +52,7 @@ class Arena:
         self.generation = 0
         self.num_bytes = 0
         self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._places: dict[Place, torch.Tensor] = {}
         self._registered = False
         if fd is not None:
             self._map(num_bytes)
@@ -83,6 +95,12 @@ class Arena:
         num_bytes = dtype.itemsize * _numel(shape)
         return self.bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
+    def places(self, wanted: Sequence[Place]) -> list[torch.Tensor]:
+        """Return the tensors at places that are mostly those of the last call."""
+        known = self._places
+        self._places = {one: known[one] if one in known else self.place(*one) for one in wanted}
+        return list(map(self._places.__getitem__, wanted))
+
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Return where `tensor` begins, None if it is not in here."""
         offset = tensor.data_ptr() - self.bytes.data_ptr()
@@ -94,6 +112,7 @@ class Arena:
             _cudart().cudaHostUnregister(self.bytes.data_ptr())
             self._registered = False
         self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._places.clear()
         self.num_bytes = 0
         if self.fd is not None:
             os.close(self.fd)
@@ -119,6 +138,10 @@ def _numel(shape: tuple[int, ...]) -> int:
     return numel
 
 
+_Planned = dict[str, tuple[tuple[Any, ...] | None, list[WriteItem]]]
+"""Name of a value -> its form, and what DCP plans to write of it."""
+
+
 class Stager:
     """Makes staged copies of snapshots, one at a time, in memory that it uses again.
 
@@ -128,6 +151,7 @@ class Stager:
 
     def __init__(self, *, shared: bool) -> None:
         self.arena = Arena(shared=shared)
+        self._planned: _Planned = {}
         self._streams: dict[torch.device, Any] = {}
 
     def stage(self, snapshot: Snapshot) -> Snapshot:
@@ -139,36 +163,38 @@ class Stager:
             IncompatibleStateError: a tensor cannot be copied; it names the key.
             StorageWriteError: there is not enough memory.
         """
-        plan = _Plan()
+        plan = _Plan(self._planned)
         components = {
             name: FlatState(
                 {key: plan.add(f"{name}: {key!r}", key, one) for key, one in flat.values.items()}, flat.paths
             )
             for name, flat in snapshot.components.items()
         }
+        self._planned = plan.planned
         self.arena.reserve(plan.num_bytes)
         places = self._copy(plan)
         for flat in components.values():
             flat.values = {key: _placed(one, places) for key, one in flat.values.items() if one is not None}
         return Snapshot(snapshot.iteration, components, snapshot.metrics, snapshot.metadata)
 
-    @torch.no_grad()
     def _copy(self, plan: "_Plan") -> list[torch.Tensor]:
-        gpus = {source.device for source, _ in plan.sources if source.is_cuda}
-        if gpus:
-            self.arena.pin()
-        places = []
-        with contextlib.ExitStack() as stack:
-            for gpu in gpus:
-                stack.enter_context(self._beside(gpu))
-            for source, offset in plan.sources:
-                place = self.arena.place(offset, source.dtype, tuple(source.shape))
-                place.copy_(source, non_blocking=source.is_cuda)
-                if source.is_cuda:
-                    # The job may free it while the copy is under way.
-                    source.record_stream(self._streams[source.device])
-                places.append(place)
+        places = self.arena.places([(offset, source.dtype, tuple(source.shape)) for source, offset in plan.sources])
+        pairs = [(source, place) for (source, _), place in zip(plan.sources, places, strict=True)]
+        self._copy_from_gpus([pair for pair in pairs if pair[0].is_cuda])
+        copy_on_host([pair for pair in pairs if not pair[0].is_cuda])
         return places
+
+    @torch.no_grad()
+    def _copy_from_gpus(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if pairs:
+            self.arena.pin()
+        with contextlib.ExitStack() as stack:
+            for gpu in {source.device for source, _ in pairs}:
+                stack.enter_context(self._beside(gpu))
+            for source, place in pairs:
+                place.copy_(source, non_blocking=True)
+                # The job may free it while the copy is under way.
+                source.record_stream(self._streams[source.device])
 
     @contextlib.contextmanager
     def _beside(self, gpu: torch.device) -> Iterator[None]:
@@ -194,14 +220,75 @@ class Stager:
         self.arena.close()
 
 
+def copy_on_host(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each source to its place, all of them in host memory, with the cores that training leaves idle meanwhile.
+
+    One core does not fill the memory's bandwidth, and torch uses more than one for a copy only if it may for all else.
+    """
+    pieces = itertools.chain.from_iterable(_pieces(source, place) for source, place in pairs)
+    groups = list(_groups(pieces))
+    num_threads = min(_num_copying_threads(), len(groups))
+    if num_threads < 2:
+        _copy_each(list(itertools.chain.from_iterable(groups)))
+        return
+    Transfer(num_threads, sys.maxsize).run(Job(0, functools.partial(_copy_each, group)) for group in groups)
+
+
+def _num_copying_threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(_MAX_COPYING_THREADS, cores // (ranks * torch.get_num_threads())))
+
+
+def _pieces(source: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut a copy that is large and has plain memory at both ends."""
+    if source.nbytes <= _PIECE_BYTES or not source.is_contiguous():
+        yield source, place
+        return
+    length = _PIECE_BYTES // source.itemsize
+    yield from zip(source.view(-1).split(length), place.view(-1).split(length), strict=True)
+
+
+def _groups(
+    pieces: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    group: list[tuple[torch.Tensor, torch.Tensor]] = []
+    num_bytes = 0
+    for piece in pieces:
+        group.append(piece)
+        num_bytes += piece[1].nbytes
+        if num_bytes >= _PIECE_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
+
+
+@torch.no_grad()
+def _copy_each(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for source, place in pairs:
+        place.copy_(source)
+
+
 class _Place(int):
     """The number of a source in a plan, where its copy goes."""
 
 
 class _Plan:
-    """Which tensors to copy, and where each goes. Tensors that are the same memory are copied once."""
+    """Which tensors to copy, and where each goes. Tensors that are the same memory are copied once.
 
-    def __init__(self) -> None:
+    Args:
+        before: What was planned for the last save.
+
+    Attributes:
+        planned: What is planned now.
+        sources: What to copy, and the first byte of its place.
+        num_bytes: How much memory that takes.
+    """
+
+    def __init__(self, before: _Planned) -> None:
+        self.planned: _Planned = {}
+        self._before = before
         self.sources: list[tuple[torch.Tensor, int]] = []
         self.num_bytes = 0
         self._seen: dict[tuple[Any, ...], _Place] = {}
@@ -215,13 +302,22 @@ class _Plan:
         if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
             return None
         try:
-            items = create_write_items(key, value)
+            items = self._items(what, key, value)
             tensors = tuple(self._copy_of(find_shard({key: value}, item.index)) for item in items)
         except Exception as error:
             raise IncompatibleStateError(
                 f"{what} is a {type(value).__name__} of which no copy can be taken: {error or type(error).__name__}"
             ) from error
         return StagedShards(tuple(items), tensors) if items else None
+
+    def _items(self, what: str, key: str, value: Any) -> list[WriteItem]:
+        """Return what DCP plans to write of `value`; making that takes as long as copying a megabyte."""
+        known, items = self._before.get(what, (None, []))
+        form = form_of(value)
+        if form is None or form != known:
+            items = create_write_items(key, value)
+        self.planned[what] = form, items
+        return items
 
     def _copy_of(self, tensor: torch.Tensor) -> Any:
         tensor = tensor.detach()

@@ -1,16 +1,16 @@
 """What a trainer and its upload process say to each other: pickles over a socket, tensors by their place in memory."""
 
 import dataclasses
-import io
 import pickle
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dcp_fsspec.checkpointer.outcome import Outcome
 from dcp_fsspec.checkpointer.saving import WriteOptions
-from dcp_fsspec.checkpointer.snapshot import Snapshot
+from dcp_fsspec.checkpointer.snapshot import FlatState, Snapshot, StagedShards
 from dcp_fsspec.checkpointer.staging import Arena
 from dcp_fsspec.storage.filesystem import Store
 
@@ -117,38 +117,40 @@ def receive(connection: Connection) -> Any:
     return pickle.loads(connection.recv_bytes())
 
 
+class _Place(NamedTuple):
+    """Where a tensor lies in the memory that both sides map."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 def encode(snapshot: Snapshot, arena: Arena) -> bytes:
     """Pickle a staged snapshot without the tensors that lie in `arena`."""
-    stream = io.BytesIO()
-    _Pickler(stream, arena).dump(snapshot)
-    return stream.getvalue()
+
+    def named(tensor: torch.Tensor) -> Any:
+        offset = arena.offset_of(tensor)
+        return tensor if offset is None else _Place(offset, tensor.dtype, tuple(tensor.shape))
+
+    return pickle.dumps(_with_tensors(snapshot, named), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def decode(data: bytes, arena: Arena) -> Snapshot:
     """Return a snapshot whose tensors lie in `arena`."""
-    snapshot: Snapshot = _Unpickler(io.BytesIO(data), arena).load()
-    return snapshot
+    return _with_tensors(pickle.loads(data), lambda one: arena.place(*one) if isinstance(one, _Place) else one)
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, arena: Arena) -> None:
-        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self._arena = arena
-
-    def persistent_id(self, obj: Any) -> Any:
-        """Name the place of a tensor in the arena."""
-        if not isinstance(obj, torch.Tensor):
-            return None
-        offset = self._arena.offset_of(obj)
-        return None if offset is None else (offset, obj.dtype, tuple(obj.shape))
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, arena: Arena) -> None:
-        super().__init__(stream)
-        self._arena = arena
-
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        """Return the tensor at a place in the arena."""
-        offset, dtype, shape = pid
-        return self._arena.place(offset, dtype, shape)
+def _with_tensors(snapshot: Snapshot, replaced: Callable[[Any], Any]) -> Snapshot:
+    components = {
+        name: FlatState(
+            {
+                key: StagedShards(one.write_items, tuple(map(replaced, one.tensors)))
+                if isinstance(one, StagedShards)
+                else one
+                for key, one in flat.values.items()
+            },
+            flat.paths,
+        )
+        for name, flat in snapshot.components.items()
+    }
+    return dataclasses.replace(snapshot, components=components)
