@@ -101,3 +101,4 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
     process.wait()
+    psutil.wait_procs(doomed)
