@@ -289,14 +289,7 @@ def _count(value: object) -> int:
     return value
 
 
-def check_item(
-    section: Section,
-    name: str,
-    offset: int,
-    buffers: Sequence[Buffer],
-    what: Callable[[], str],
-    known: Mapping[int, int] | None = None,
-) -> None:
+def check_item(section: Section, name: str, offset: int, buffers: Sequence[Buffer], what: Callable[[], str]) -> None:
     """Compare an item as it was read with what was written.
 
     Args:
@@ -305,7 +298,6 @@ def check_item(
         offset: Where it lies in the file.
         buffers: The whole item.
         what: Gives the item and its url, for messages.
-        known: CRC32C of some of the buffers, by their numbers.
 
     Raises:
         CorruptCheckpointError: it differs, or is not known.
@@ -314,16 +306,9 @@ def check_item(
     expected = record.items.get((offset, sum(map(len, buffers)))) if record else None
     if expected is None:
         raise CorruptCheckpointError(f"{what()} at byte {offset}: {FILE_NAME} does not know this item")
-    actual = _crc_of_known(buffers, known or {})
+    actual = crc_of(buffers)
     if actual != expected.crc:
         raise CorruptCheckpointError(
             f"{what()} at byte {offset}: the stored bytes are not those that were written (CRC32C {actual:08x}, wanted "
             f"{expected.crc:08x}). Use another copy or an older checkpoint."
         )
-
-
-def _crc_of_known(buffers: Sequence[Buffer], known: Mapping[int, int]) -> int:
-    crc = 0
-    for number, buffer in enumerate(buffers):
-        crc = extend(crc, [buffer], known[number], len(buffer)) if number in known else crc_of([buffer], crc)
-    return crc

@@ -17,7 +17,6 @@ from fsspec import AbstractFileSystem
 from fsspec.asyn import sync
 
 from dcp_fsspec.storage import direct
-from dcp_fsspec.storage.filling import Crcs, sum_up
 from dcp_fsspec.storage.signing import Signed, Signer, signer_of
 
 logger = logging.getLogger(__name__)
@@ -39,11 +38,8 @@ class Client(Protocol):
     def put(self, path: str, buffers: Sequence[Buffer], **options: Any) -> None:
         """Make one object of `buffers`."""
 
-    def read_into(self, path: str, start: int, views: Sequence[memoryview], crcs: Crcs) -> int:
-        """Fill `views` with what lies from byte `start` on, and `crcs`; return how many bytes there were.
-
-        That is at most what fits. If it is less, `crcs` say nothing.
-        """
+    def read_into(self, path: str, start: int, views: Sequence[memoryview]) -> int:
+        """Fill `views` with what lies from byte `start` on; return how many bytes there were, at most what fits."""
 
 
 def streams(fs: AbstractFileSystem) -> str:
@@ -132,14 +128,14 @@ class _Direct:
             self._give_up(signed, refusal)
         self._fs.invalidate_cache(path)
 
-    def read_into(self, path: str, start: int, views: Sequence[memoryview], crcs: Crcs) -> int:
+    def read_into(self, path: str, start: int, views: Sequence[memoryview]) -> int:
         signed = self._signed("cat_file", functools.partial(self._signer.get, path))
         if signed is None:
-            return self._usual.read_into(path, start, views, crcs)
+            return self._usual.read_into(path, start, views)
         try:
-            return direct.get_into(signed, start, views, crcs)
+            return direct.get_into(signed, start, views)
         except _WANTS_MORE as refusal:
-            num_bytes = self._usual.read_into(path, start, views, crcs)
+            num_bytes = self._usual.read_into(path, start, views)
             self._give_up(signed, refusal)
             return num_bytes
 
@@ -178,12 +174,7 @@ class _Fsspec:
         data = buffers[0] if len(buffers) == 1 and isinstance(buffers[0], bytes) else b"".join(buffers)
         self._fs.pipe_file(path, data, **options)
 
-    def read_into(self, path: str, start: int, views: Sequence[memoryview], crcs: Crcs) -> int:
-        num_bytes = self._read(path, start, views)
-        sum_up(views, crcs)
-        return num_bytes
-
-    def _read(self, path: str, start: int, views: Sequence[memoryview]) -> int:
+    def read_into(self, path: str, start: int, views: Sequence[memoryview]) -> int:
         stop = start + sum(map(len, views))
         data = memoryview(self._fs.cat_file(path, start=start, end=stop))
         # One that ignores ranges returns the whole file.
@@ -195,14 +186,14 @@ class _S3fs(_Fsspec):
         self._fs.s3.meta.events.register("request-created.s3.PutObject", _without_expect, unique_id=__name__)
         self._fs.pipe_file(path, Body(buffers), **options)
 
-    def _read(self, path: str, start: int, views: Sequence[memoryview]) -> int:
+    def read_into(self, path: str, start: int, views: Sequence[memoryview]) -> int:
         bucket, key, version = self._fs.split_path(path)
         stop = start + sum(map(len, views))
         options = {"VersionId": version} if version else {}
         answer = self._fs.call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}", **options)
         if "ContentRange" not in answer:  # The store ignored the range.
             answer["Body"].close()
-            return super()._read(path, start, views)
+            return super().read_into(path, start, views)
         if not direct.is_range(answer["ContentRange"], start, stop):
             answer["Body"].close()
             raise ConnectionError(f"bytes {start}-{stop - 1} were asked for, {answer['ContentRange']} came")
@@ -281,7 +272,7 @@ class _Obstore(_Fsspec):
         bucket, key = self._fs._split_path(path)
         self._fs._construct_store(bucket).put(key, list(buffers), use_multipart=False)
 
-    def _read(self, path: str, start: int, views: Sequence[memoryview]) -> int:
+    def read_into(self, path: str, start: int, views: Sequence[memoryview]) -> int:
         bucket, key = self._fs._split_path(path)
         stop = start + sum(map(len, views))
         return scatter(memoryview(self._fs._construct_store(bucket).get_range(key, start=start, end=stop)), views)

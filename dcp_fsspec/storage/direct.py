@@ -19,7 +19,6 @@ import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 
-from dcp_fsspec.storage.filling import Crcs, fill
 from dcp_fsspec.storage.retry import PASSING_STATUS
 from dcp_fsspec.storage.signing import Signed
 
@@ -59,8 +58,8 @@ class UnavailableError(OSError):
         self.status = status
 
 
-def get_into(signed: Signed, start: int, views: Sequence[memoryview], crcs: Crcs) -> int:
-    """Fill `views` with what lies from byte `start` on, and `crcs`; return how many bytes there were, at most all.
+def get_into(signed: Signed, start: int, views: Sequence[memoryview]) -> int:
+    """Fill `views` with what lies from byte `start` on; return how many bytes there were, at most what fits.
 
     Raises:
         RefusedError: the answer is not that range.
@@ -70,7 +69,7 @@ def get_into(signed: Signed, start: int, views: Sequence[memoryview], crcs: Crcs
     with _asked("GET", signed, {"Range": f"bytes={start}-{stop - 1}"}, ()) as answer:
         if answer.status != 206 or not is_range(answer.headers.get("Content-Range"), start, stop):
             raise RefusedError(answer.status, answer.reason)
-        return fill(views, crcs, lambda pieces: sum(_read(answer, piece) for piece in pieces))
+        return sum(_fill(answer, view) for view in views)
 
 
 def put(signed: Signed, buffers: Sequence[Buffer]) -> None:
@@ -93,7 +92,7 @@ def is_range(content_range: str | None, start: int, stop: int) -> bool:
     return found is not None and int(found[1]) == start and int(found[2]) < stop
 
 
-def _read(answer: http.client.HTTPResponse, view: memoryview) -> int:
+def _fill(answer: http.client.HTTPResponse, view: memoryview) -> int:
     filled = 0
     while filled < len(view) and (count := answer.readinto(view[filled:])):
         filled += count

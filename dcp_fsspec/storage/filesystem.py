@@ -21,7 +21,6 @@ from dcp_fsspec.errors import (
 )
 from dcp_fsspec.storage import local
 from dcp_fsspec.storage.checksums import crc_of
-from dcp_fsspec.storage.filling import Crcs
 from dcp_fsspec.storage.moving import move_over
 from dcp_fsspec.storage.removing import Removing
 from dcp_fsspec.storage.retry import passes
@@ -74,14 +73,8 @@ class Store(Removing):
         self.read_into(name, start, [view])
         return view
 
-    def read_into(self, name: str, start: int, views: Sequence[memoryview], crcs: Crcs | None = None) -> None:
+    def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> None:
         """Fill `views`, one after the other, with the bytes of the file `name` from byte `start` on.
-
-        Args:
-            name: Of the file.
-            start: The first byte.
-            views: The memory.
-            crcs: Gets the CRC32C of what is filled into the views whose numbers it has.
 
         Raises:
             CheckpointNotFoundError: there is no such file.
@@ -90,16 +83,14 @@ class Store(Removing):
         """
         stop = start + sum(map(len, views))
         if stop > start:
-            self.reading(
-                name, lambda: self._exactly(name, start, stop, lambda: self._fill(name, start, views, crcs or {}))
-            )
+            self.reading(name, lambda: self._exactly(name, start, stop, lambda: self._fill(name, start, views)))
 
-    def _fill(self, name: str, start: int, views: Sequence[memoryview], crcs: Crcs) -> int:
+    def _fill(self, name: str, start: int, views: Sequence[memoryview]) -> int:
         path = self.path(name)
         if self.capabilities.local:
-            return local.read_into(path, start, views, crcs)
+            return local.read_into(path, start, views)
         self._forget(path)
-        return self.client.read_into(path, start, views, crcs)
+        return self.client.read_into(path, start, views)
 
     def _large(self, name: str, start: int, stop: int) -> Buffer:
         """Read what is too large for memory that is kept; nothing is allocated for bytes that are not there."""

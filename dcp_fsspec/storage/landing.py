@@ -12,7 +12,6 @@ from itertools import pairwise
 import torch
 
 from dcp_fsspec.storage.filesystem import Buffer
-from dcp_fsspec.storage.filling import Crcs
 from dcp_fsspec.storage.framing import is_framed_in_place
 from dcp_fsspec.storage.ranges import Fetch, Wanted
 from dcp_fsspec.storage.scratch import Scratch
@@ -28,14 +27,12 @@ class Landing:
     Attributes:
         head_bytes: How much of it comes before the memory.
         memory: Filled by the store.
-        landed: Called then, with what came before and after it, and the CRC32C of the memory if that is `summed`.
-        summed: Take its checksum while it is filled.
+        landed: Called then, with what came before and after it.
     """
 
     head_bytes: int
     memory: memoryview
-    landed: Callable[[Buffer, Buffer, int | None], None]
-    summed: bool = False
+    landed: Callable[[Buffer, Buffer], None]
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class Layout:
         self._starts, self._stops = bounds[::2], bounds[1::2]
         self.scratch_bytes = sum(self._stops) - sum(self._starts)
 
-    def fill(self, scratch: Scratch, read: Callable[[Sequence[memoryview], Crcs], None]) -> None:
+    def fill(self, scratch: Scratch, read: Callable[[Sequence[memoryview]], None]) -> None:
         """Let `read` fill the memory; what has no place goes into `scratch`."""
         memory = scratch.take(self.scratch_bytes)
         ends = [0]
@@ -83,9 +80,7 @@ class Layout:
         views = [self._stretches[0]]
         for landing, stretch in zip(self._landings.values(), self._stretches[1:], strict=True):
             views += [landing.memory, stretch]
-        summed = (landing.summed for landing in self._landings.values())
-        self._crcs = {2 * number + 1: 0 for number, wanted in enumerate(summed) if wanted}
-        read(views, self._crcs)
+        read(views)
 
     def hand_over(self) -> None:
         """Tell the consumers that all is there. In the thread that has filled it."""
@@ -97,8 +92,7 @@ class Layout:
                 continue
             before, after = self._stretches[number : number + 2]
             tail_bytes = one.num_bytes - landing.head_bytes - len(landing.memory)
-            crc = self._crcs.get(2 * number + 1)
-            landing.landed(before[len(before) - landing.head_bytes :], after[:tail_bytes], crc)
+            landing.landed(before[len(before) - landing.head_bytes :], after[:tail_bytes])
             number += 1
 
     def _scratch_of(self, one: Wanted[Consumer]) -> memoryview:

@@ -5,8 +5,6 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 
-from dcp_fsspec.storage.filling import Crcs, fill
-
 Buffer = bytes | bytearray | memoryview
 
 _MAX_BUFFERS_A_CALL = 512
@@ -84,29 +82,21 @@ def read_range(path: str, start: int, stop: int) -> memoryview:
     try:
         # Nothing is allocated for bytes that are not there, whatever a checkpoint claims.
         view = memoryview(bytearray(max(0, min(stop, os.fstat(descriptor).st_size) - start)))
-        return view[: _read(descriptor, start, [view])]
+        return view[: _fill(descriptor, start, [view])]
     finally:
         os.close(descriptor)
 
 
-def read_into(path: str, start: int, views: Sequence[memoryview], crcs: Crcs) -> int:
-    """Fill `views` with what lies from byte `start` on, and `crcs`; return how many bytes there were."""
-    position = start
-
-    def read(pieces: list[memoryview]) -> int:
-        nonlocal position
-        count = _read(descriptor, position, pieces)
-        position += count
-        return count
-
+def read_into(path: str, start: int, views: Sequence[memoryview]) -> int:
+    """Fill `views` with what lies from byte `start` on; return how many bytes there were."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return fill(views, crcs, read)
+        return _fill(descriptor, start, views)
     finally:
         os.close(descriptor)
 
 
-def _read(descriptor: int, start: int, views: Sequence[memoryview]) -> int:
+def _fill(descriptor: int, start: int, views: Sequence[memoryview]) -> int:
     filled = 0
     for batch in _batches([view for view in views if len(view)]):
         while batch:

@@ -26,7 +26,6 @@ from dcp_fsspec.storage.byte_items import ByteItems
 from dcp_fsspec.storage.checksums import check_item
 from dcp_fsspec.storage.fetching import Fetcher, Source
 from dcp_fsspec.storage.filesystem import Buffer
-from dcp_fsspec.storage.filling import Crcs
 from dcp_fsspec.storage.landing import (
     MIN_LANDING_BYTES,
     Consumer,
@@ -254,14 +253,14 @@ class ItemReader:
             return None
         memory = framing.payload_of(destination)
 
-        def landed(head: Buffer, tail: Buffer, crc: int | None) -> None:
-            self._check(target, [head, memory, tail], {1: crc} if crc is not None else {})
+        def landed(head: Buffer, tail: Buffer) -> None:
+            self._check(target, [head, memory, tail])
             if made.fits(head):
                 self._commit(item, destination)
             else:
                 self._decode(target, b"".join([head, memory, tail]))
 
-        return Landing(len(made.head), memory, landed, summed=self._source.checksums is not None)
+        return Landing(len(made.head), memory, landed)
 
     def _land_rows(self, target: _Target, num_bytes: int) -> Landing | None:
         if num_bytes < MIN_LANDING_BYTES or num_bytes != target.num_bytes_needed:
@@ -304,7 +303,7 @@ class ItemReader:
     def _take_rows(self, target: _Target, strides: Sequence[int], data: Buffer) -> None:
         self._deliver(target.item, framing.rows_from_payload(data, target.dtype, strides, target.item.lengths))
 
-    def _check(self, target: _Target, buffers: Sequence[Buffer], known: Crcs | None = None) -> None:
+    def _check(self, target: _Target, buffers: Sequence[Buffer]) -> None:
         if self._source.checksums is None:
             with self._planner_lock:
                 self._report.num_unverified += 1
@@ -313,12 +312,7 @@ class ItemReader:
         # Of small items there are too many to look at.
         with self._source.trace.span("checksum") if target.info.length >= MIN_LANDING_BYTES else NO_SPAN:
             check_item(
-                self._source.checksums,
-                name,
-                offset,
-                buffers,
-                lambda: self._what(target.item.storage_index.fqn, name),
-                known,
+                self._source.checksums, name, offset, buffers, lambda: self._what(target.item.storage_index.fqn, name)
             )
         with self._planner_lock:
             self._report.num_verified += 1

@@ -70,6 +70,6 @@ def test_other_filesystems_and_subclasses_go_by_the_common_methods() -> None:
     fs = MemoryFileSystem()
     client_of(fs).put("/clients/x", PARTS)
     memory = bytearray(10)
-    assert client_of(fs).read_into("/clients/x", 3, [memoryview(memory)], {}) == 10
+    assert client_of(fs).read_into("/clients/x", 3, [memoryview(memory)]) == 10
     assert memory == WHOLE[3:13]
     assert pickle.loads(pickle.dumps(fs)).cat_file("/clients/x") == WHOLE

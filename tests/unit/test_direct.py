@@ -79,7 +79,7 @@ def _serving(*connections: Sequence[bytes], waits: bool = True) -> Iterator[_Ser
 
 def _get(url: str, num_bytes: int = 100) -> tuple[int, bytes]:
     memory = bytearray(num_bytes)
-    return direct.get_into(Signed(url, read_seconds=10.0), 0, [memoryview(memory)], {}), bytes(memory)
+    return direct.get_into(Signed(url, read_seconds=10.0), 0, [memoryview(memory)]), bytes(memory)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_connection_serves_one_request_after_the_other_with_the_patience_of_each
 def test_interrupt_in_the_middle_leaves_no_connection_to_use_again() -> None:
     def interrupted(url: str) -> None:
         with direct._asked("GET", Signed(url), {}, ()) as answer:
-            direct._read(answer, memoryview(bytearray(10)))
+            direct._fill(answer, memoryview(bytearray(10)))
             raise KeyboardInterrupt
 
     with _serving([RIGHT], [RIGHT]) as server:
@@ -181,7 +181,7 @@ def test_connections_are_closed_when_the_interpreter_ends() -> None:
     with _serving([RIGHT]) as server:
         script = (
             "import sys; from dcp_fsspec.storage import direct; from dcp_fsspec.storage.signing import Signed\n"
-            "assert direct.get_into(Signed(sys.argv[1]), 0, [memoryview(bytearray(100))], {}) == 100\n"
+            "assert direct.get_into(Signed(sys.argv[1]), 0, [memoryview(bytearray(100))]) == 100\n"
             "assert direct._idle._kept"
         )
         command = [sys.executable, "-X", "dev", "-W", "always", "-c", script, server.url]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import pytest
 
-from dcp_fsspec.storage.checksums import crc_of
 from dcp_fsspec.storage.clients import scatter
 from dcp_fsspec.storage.filesystem import Buffer
-from dcp_fsspec.storage.filling import Crcs, sum_up
 from dcp_fsspec.storage.landing import Consumer, Landing, Layout
 from dcp_fsspec.storage.ranges import Wanted, merge
 from dcp_fsspec.storage.scratch import Scratch
@@ -20,23 +19,21 @@ FILE = bytes(range(200))
 class _Place:
     """A consumer of bytes [start, stop) of FILE; those between `head` and `tail` bytes land in its memory."""
 
-    def __init__(self, start: int, stop: int, head: int = -1, tail: int = 0, summed: bool = False) -> None:
+    def __init__(self, start: int, stop: int, head: int = -1, tail: int = 0) -> None:
         self.got = b""
         self._head = head
         self._memory = bytearray(max(0, stop - start - head - tail))
         self.wanted = Wanted("f", start, stop, Consumer(self._take, self._land))
-        self._summed = summed
         self.has_landed = False
 
     def _take(self, data: Buffer) -> None:
         self.got = bytes(data)
 
     def _land(self) -> Landing | None:
-        return None if self._head < 0 else Landing(self._head, memoryview(self._memory), self._landed, self._summed)
+        return None if self._head < 0 else Landing(self._head, memoryview(self._memory), self._landed)
 
-    def _landed(self, head: Buffer, tail: Buffer, crc: int | None) -> None:
+    def _landed(self, head: Buffer, tail: Buffer) -> None:
         self.has_landed = True
-        assert crc == (crc_of([self._memory]) if self._summed else None)
         self.got = b"".join([head, self._memory, tail])
 
     @property
@@ -47,12 +44,7 @@ class _Place:
 def _fetch(places: Sequence[_Place]) -> int:
     (fetch,) = merge([place.wanted for place in places])
     layout = Layout(fetch)
-
-    def read(views: Sequence[memoryview], crcs: Crcs) -> None:
-        scatter(FILE[fetch.start : fetch.stop], views)
-        sum_up(views, crcs)
-
-    layout.fill(Scratch(), read)
+    layout.fill(Scratch(), functools.partial(scatter, FILE[fetch.start : fetch.stop]))
     layout.hand_over()
     return layout.scratch_bytes
 
@@ -62,13 +54,7 @@ def _fetch(places: Sequence[_Place]) -> int:
     [
         [_Place(0, 200)],
         [_Place(0, 200, 0, 0)],
-        [
-            _Place(10, 50, 3, 4),
-            _Place(50, 60),
-            _Place(70, 100, 0, 0, summed=True),
-            _Place(100, 130, 5, 0, summed=True),
-            _Place(130, 140, 0, 6),
-        ],
+        [_Place(10, 50, 3, 4), _Place(50, 60), _Place(70, 100, 0, 0), _Place(100, 130, 5, 0), _Place(130, 140, 0, 6)],
         [_Place(10, 20), _Place(20, 30), _Place(35, 60, 10, 10), _Place(61, 62)],
     ],
 )
