@@ -333,8 +333,8 @@ class DistributedCheckpointer:
     def _snapshot(self, model: Any, optimizer: Any, scheduler: Any, grad_scaler: Any, iteration: int) -> Snapshot:
         self._callbacks.call("on_save_checkpoint_start", model, iteration)
         components = self._components(model, optimizer, scheduler, TrainerState(grad_scaler, iteration))
-        folder = self.catalog.folder(iteration)
-        states = {name: (one.state(), folder.child(name).url) for name, one in components.items()}
+        url = self.catalog.store.url_of(layout.folder_of(iteration))
+        states = {name: (one.state(), f"{url}/{name}") for name, one in components.items()}
         self._callbacks.call("on_save_checkpoint", model, state_dict=states)
         return Snapshot(iteration, {name: flat_state(state, name) for name, (state, _) in states.items()})
 

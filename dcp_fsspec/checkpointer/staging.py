@@ -5,27 +5,22 @@ there are, and so that nothing is allocated or touched for the first time after 
 """
 
 import contextlib
-import functools
-import itertools
 import mmap
 import os
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from dcp_fsspec.checkpointer.host_copy import Pairs, copy_on_host
 from dcp_fsspec.checkpointer.snapshot import FlatState, PickledValue, Snapshot, StagedShards, form_of
 from dcp_fsspec.errors import IncompatibleStateError, StorageWriteError
 from dcp_fsspec.storage.torch_internals import ShardedTensor, create_write_items, find_shard
-from dcp_fsspec.storage.transfer import Job, Transfer
 
 _ALIGNMENT = 64
-_PIECE_BYTES = 8 << 20
-_MAX_COPYING_THREADS = 4
 _SPARE = 1.02
 """What grows a little from one save to the next should not need new memory each time."""
 
@@ -185,7 +180,7 @@ class Stager:
         return places
 
     @torch.no_grad()
-    def _copy_from_gpus(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _copy_from_gpus(self, pairs: Pairs) -> None:
         if pairs:
             self.arena.pin()
         with contextlib.ExitStack() as stack:
@@ -218,56 +213,6 @@ class Stager:
         """Give the memory back."""
         self.synchronize()
         self.arena.close()
-
-
-def copy_on_host(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each source to its place, all of them in host memory, with the cores that training leaves idle meanwhile.
-
-    One core does not fill the memory's bandwidth, and torch uses more than one for a copy only if it may for all else.
-    """
-    pieces = itertools.chain.from_iterable(_pieces(source, place) for source, place in pairs)
-    groups = list(_groups(pieces))
-    num_threads = min(_num_copying_threads(), len(groups))
-    if num_threads < 2:
-        _copy_each(list(itertools.chain.from_iterable(groups)))
-        return
-    Transfer(num_threads, sys.maxsize).run(Job(0, functools.partial(_copy_each, group)) for group in groups)
-
-
-def _num_copying_threads() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(_MAX_COPYING_THREADS, cores // (ranks * torch.get_num_threads())))
-
-
-def _pieces(source: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut a copy that is large and has plain memory at both ends."""
-    if source.nbytes <= _PIECE_BYTES or not source.is_contiguous():
-        yield source, place
-        return
-    length = _PIECE_BYTES // source.itemsize
-    yield from zip(source.view(-1).split(length), place.view(-1).split(length), strict=True)
-
-
-def _groups(
-    pieces: Iterable[tuple[torch.Tensor, torch.Tensor]],
-) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    group: list[tuple[torch.Tensor, torch.Tensor]] = []
-    num_bytes = 0
-    for piece in pieces:
-        group.append(piece)
-        num_bytes += piece[1].nbytes
-        if num_bytes >= _PIECE_BYTES:
-            yield group
-            group, num_bytes = [], 0
-    if group:
-        yield group
-
-
-@torch.no_grad()
-def _copy_each(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for source, place in pairs:
-        place.copy_(source)
 
 
 class _Place(int):
