@@ -38,7 +38,7 @@ def test_all_kinds_of_memory_are_copied(num_threads: int, monkeypatch: pytest.Mo
 
 def test_error_of_any_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copy, "_num_threads", lambda: 3)
-    monkeypatch.setattr(host_copy, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(host_copy, "_PIECE_BYTES", 8)
     good = (torch.ones(3), torch.zeros(3))
     with pytest.raises(RuntimeError, match="size"):
         copy_on_host([good, good, (torch.ones(3), torch.zeros(4)), good])
