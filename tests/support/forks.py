@@ -45,16 +45,20 @@ class RunningJob:
         """Kill all ranks at once, and wait until they are gone.
 
         Args:
-            workers: Also what they have started in sessions of their own.
+            workers: Also what they have started in sessions of their own. Otherwise these end what they have in hand,
+                and are waited for as well.
         """
-        below = psutil.Process(self.leader).children(recursive=True) if workers else []
+        below: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # The job has ended by itself.
+            below = psutil.Process(self.leader).children(recursive=True)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.leader, signal.SIGKILL)
-        for one in below:
+        for one in below if workers else ():
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         self._forks.reap()
-        psutil.wait_procs([psutil.Process(pid) for pid in self.ranks if psutil.pid_exists(pid)])
+        _, left = psutil.wait_procs(below, timeout=_COLLECTIVE_SECONDS)
+        assert not left, f"still there: {left}"
 
     def wait(self, deadline_seconds: float = 90.0) -> list[int]:
         """Return the exit codes of the ranks; past the deadline they are killed."""
