@@ -39,7 +39,7 @@ from dcp_fsspec.checkpointer.plan_cache import PlanCache
 from dcp_fsspec.checkpointer.snapshot import SnapshotPlanner
 from dcp_fsspec.storage import fanout
 from dcp_fsspec.storage.filesystem import Store
-from dcp_fsspec.storage.opened import read_small_files
+from dcp_fsspec.storage.opened import SmallFiles, read_small_files
 from dcp_fsspec.storage.reader import FsspecStorageReader
 from dcp_fsspec.storage.writer import FsspecStorageWriter
 
@@ -210,7 +210,9 @@ class Simulation:
         plans: dict[int, LoadPlan] = {}
         planners: dict[int, DefaultLoadPlanner] = {}
         with clock.of("open"):
-            files = read_small_files(self._store)
+            opened_here = read_small_files(self._store)
+        files: SmallFiles = pickle.loads(pickle.dumps(opened_here))  # As they reach the other ranks.
+        del opened_here
         metadata: list[Metadata] = []
 
         def decode() -> None:

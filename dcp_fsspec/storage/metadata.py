@@ -1,8 +1,10 @@
 """The stock ``.metadata`` file: written as stock writers do, read by an allow-list, checked before it is believed."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, repeat
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,19 +24,27 @@ from dcp_fsspec.storage.location import is_safe_relative
 from dcp_fsspec.storage.names import FILE_NAME as FILE_NAME
 from dcp_fsspec.storage.names import SHARD_SUFFIX as SHARD_SUFFIX
 from dcp_fsspec.storage.names import file_name as file_name
+from dcp_fsspec.storage.results import FileResult
 from dcp_fsspec.storage.torch_internals import DCP_VERSION, StorageInfo
 
 _MAX_SIZE = 1 << 50
 """Bytes, offsets and element counts beyond this are damage or malice: no store holds such a file."""
 
+_T = TypeVar("_T")
 
-def encode(metadata: Metadata, storage_data: Mapping[MetadataIndex, StorageInfo], storage_meta: StorageMeta) -> bytes:
-    """Complete `metadata` in place, as stock writers do, and return the content of its file."""
+
+def encode(metadata: Metadata, files: Iterable[FileResult], storage_meta: StorageMeta) -> bytes:
+    """Complete `metadata` in place, all but `storage_data`, and return the content of its file.
+
+    Args:
+        metadata: As the planner made it.
+        files: What was written; `storage_data` of the file that is returned.
+        storage_meta: What else stands there.
+    """
     metadata.version = DCP_VERSION
-    metadata.storage_data = storage_data
     metadata.storage_meta = storage_meta
     with collection_held_off():
-        return metadata_pickle.dumps(metadata)
+        return metadata_pickle.dumps(metadata, files)
 
 
 def decode(data: bytes, where: str) -> Metadata:
@@ -103,46 +113,55 @@ def _check(metadata: Metadata, where: str) -> None:
 
 
 def _check_items(storage_data: Mapping[MetadataIndex, StorageInfo], where: str) -> None:
-    files: dict[str, list[tuple[int, int]]] = {}
-    good: set[int] = set()  # Offsets and numbers that many items share are looked at once. All of them stay alive.
-    for index, info in storage_data.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):
-            raise TypeError("storage_data holds something else than items")
-        if not (isinstance(index.fqn, str) and id(index.offset) in good and id(index.index) in good):
-            if not _is_index(index):
-                raise TypeError("storage_data holds something else than items")
-            good |= {id(index.offset), id(index.index)}
-        path, offset, length = info.relative_path, info.offset, info.length
-        places = files.get(path) if isinstance(path, str) else None
-        if places is None:
-            _check_path(path, where)
-            places = files[path] = []
-        if type(offset) is not int or type(length) is not int:
-            raise TypeError(f"{index.fqn} lies at no place")
-        places.append((offset, length))
-        transforms = getattr(info, "transform_descriptors", None)
-        if transforms and not _are_texts(transforms):
-            raise TypeError(f"{index.fqn} has strange transforms")
-    for path, places in files.items():
-        _check_places(path, np.array(places, dtype=np.int64))
+    indices, infos = list(storage_data), list(storage_data.values())
+    if not (_all_are(MetadataIndex, indices) and _all_are(StorageInfo, infos)):
+        raise TypeError("storage_data holds something else than items")
+    if not (
+        _all_are(str, map(attrgetter("fqn"), indices))
+        and all(offset is None or _is_offset(offset) for offset in _distinct(map(attrgetter("offset"), indices)))
+        and all(number is None or _is_count(number) for number in _distinct(map(attrgetter("index"), indices)))
+    ):
+        raise TypeError("an index in storage_data is none")
+    transforms = filter(None, map(getattr, infos, repeat("transform_descriptors"), repeat(None)))
+    if not all(map(_are_texts, _distinct(transforms))):
+        raise TypeError("an item has strange transforms")
+    _check_places(infos, where)
 
 
-def _check_places(path: str, places: "np.ndarray[Any, np.dtype[np.int64]]") -> None:
-    """Refuse places of items in one file, rows of offset and length, that are absurd or overlap."""
-    if places.min() < 0 or places.max() > _MAX_SIZE:
-        raise ValueError(f"an item of {path} lies at an absurd place")
-    places = places[np.lexsort((places[:, 1], places[:, 0]))]
-    if (places[1:, 0] < places[:-1].sum(axis=1)).any():
-        raise ValueError(f"items overlap in {path}")
+def _check_places(infos: Sequence[StorageInfo], where: str) -> None:
+    """Refuse places of items that are absurd, outside of the folder, or overlap."""
+    paths = list(map(attrgetter("relative_path"), infos))
+    offsets, lengths = list(map(attrgetter("offset"), infos)), list(map(attrgetter("length"), infos))
+    if not (_all_are(str, paths) and _all_are(int, offsets) and _all_are(int, lengths)):
+        raise TypeError("an item lies at no place")
+    files = {path: number for number, path in enumerate(dict.fromkeys(paths))}
+    for path in files:
+        _check_path(path, where)
+    file = np.fromiter(map(files.__getitem__, paths), dtype=np.int64, count=len(paths))
+    offset, length = np.array(offsets, dtype=np.int64), np.array(lengths, dtype=np.int64)
+    for column in (offset, length):
+        if column.min(initial=0) < 0 or column.max(initial=0) > _MAX_SIZE:
+            raise ValueError("an item lies at an absurd place")
+    order = np.lexsort((length, offset, file))
+    file, offset, length = file[order], offset[order], length[order]
+    overlaps = (file[1:] == file[:-1]) & (offset[1:] < (offset + length)[:-1])
+    if overlaps.any():
+        raise ValueError(f"items overlap in {paths[order[overlaps.argmax()]]}")
 
 
-def _is_index(index: MetadataIndex) -> bool:
-    offset, number = index.offset, index.index
-    return (
-        isinstance(index.fqn, str)
-        and (offset is None or (type(offset) is torch.Size and min(offset, default=0) >= 0) or _are_counts(offset))
-        and (number is None or _is_count(number))
-    )
+def _all_are(cls: type, values: Iterable[object]) -> bool:
+    return set(map(type, values)) <= {cls}
+
+
+def _distinct(values: Iterable[_T]) -> Iterable[_T]:
+    """Return one of those that are the same object: shapes and numbers that many items share are looked at once."""
+    values = list(values)
+    return dict(zip(map(id, values), values, strict=True)).values()
+
+
+def _is_offset(value: object) -> bool:
+    # A torch.Size can hold nothing but integers.
+    return (type(value) is torch.Size and min(value, default=0) >= 0) or _are_counts(value)
 
 
 def _are_counts(values: object) -> bool:
@@ -160,30 +179,29 @@ def _check_tensor(fqn: str, record: TensorStorageMetadata) -> None:
         raise TypeError(f"{fqn} has no shape")
     if not all(map(_is_count, record.size)) or math.prod(record.size) > _MAX_SIZE:
         raise ValueError(f"{fqn} has the absurd shape {tuple(record.size)}")
-    offsets = _rows(fqn, [chunk.offsets for chunk in record.chunks], len(record.size))
-    sizes = _rows(fqn, [chunk.sizes for chunk in record.chunks], len(record.size))
+    offsets = _rows(fqn, list(map(attrgetter("offsets"), record.chunks)), len(record.size))
+    sizes = _rows(fqn, list(map(attrgetter("sizes"), record.chunks)), len(record.size))
     whole = np.array(record.size, dtype=np.int64)
     if (offsets < 0).any() or (sizes < 0).any() or (offsets > whole).any() or (sizes > whole - offsets).any():
         raise ValueError(f"{fqn} has a chunk outside of its shape {tuple(record.size)}")
 
 
-def _rows(fqn: str, tuples: list[object], length: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+def _rows(fqn: str, tuples: Collection[Sequence[int]], length: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
     """Return tuples of `length` counts as the rows of an array."""
-    for one in tuples:
-        # A torch.Size can hold nothing but integers.
-        if type(one) is not torch.Size and not (isinstance(one, tuple) and all(map(_is_count, one))):
-            raise TypeError(f"{fqn} has a chunk without a shape")
-        if len(one) != length:
-            raise ValueError(f"{fqn} has a chunk of another number of dimensions")
-    return np.array(tuples, dtype=np.int64).reshape(len(tuples), length)
+    if not _all_are(torch.Size, tuples) and not all(map(_are_counts, tuples)):
+        raise TypeError(f"{fqn} has a chunk without a shape")
+    if set(map(len, tuples)) - {length}:
+        raise ValueError(f"{fqn} has a chunk of another number of dimensions")
+    numbers = np.fromiter(chain.from_iterable(tuples), dtype=np.int64, count=length * len(tuples))
+    return numbers.reshape(len(tuples), length)
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= _MAX_SIZE
 
 
-def _check_path(path: object, where: str) -> None:
-    if not isinstance(path, str) or not is_safe_relative(path):
+def _check_path(path: str, where: str) -> None:
+    if not is_safe_relative(path):
         raise UnsafeCheckpointError(
             f"{where} was refused: it refers to the file {path!r}, which is not inside the checkpoint's folder"
         )

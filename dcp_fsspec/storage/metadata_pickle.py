@@ -1,18 +1,24 @@
-"""Write the pickle of ``.metadata``, what there are millions of opcode by opcode.
+"""Write the pickle of ``.metadata``, what there are millions of as tables of opcodes.
 
 The result is a pickle like any other: `pickle.load` makes the same objects of it. Two things make it faster to write
-and to read, and half as long. Records that differ only in their values are made of a few bytes each, instead of asking
-each of them how it is pickled. And only what is referred to again is remembered, while `pickle` remembers every object.
+and to read, and half as long. Records that differ only in their values are rows of a table: the columns that are the
+same in all of them are opcodes, and numpy fills in the others. And only what is referred to again is remembered, while
+`pickle` remembers every object.
 
-It begins with a list of all that occurs more than once (classes, keys, names of files, shapes), which is dropped again
-after it has been remembered.
+It begins with all that occurs more than once (classes, keys, names of files, shapes, index hints), which is dropped
+again after it has been remembered.
 """
 
+import dataclasses
 import io
+import itertools
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, TypeGuard, TypeVar
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -21,72 +27,102 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_fsspec.storage.results import FileResult
 from dcp_fsspec.storage.torch_internals import StorageInfo
 
 _PROTOCOL = 3
-"""The last one without frames, so that parts can be joined. Opcodes as in the module `pickle`."""
-_BATCH = 1000
+"""Of what `pickle` writes: the last one without frames, so that parts can be joined. All of it is protocol 4."""
+_BATCH = 10_000
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     Metadata: (),
     MetadataIndex: ("fqn", "offset", "index"),
-    StorageInfo: ("relative_path", "offset", "length"),
+    StorageInfo: ("relative_path", "offset", "length", "transform_descriptors"),
     TensorStorageMetadata: ("properties", "size", "chunks"),
     ChunkStorageMetadata: ("offsets", "sizes"),
 }
+_CLOSING = pickle.SETITEMS + pickle.BUILD
+_CHUNKS_ARE_KNOWN = _ATTRIBUTES[ChunkStorageMetadata] == tuple(
+    field.name for field in dataclasses.fields(ChunkStorageMetadata)
+)
+
+_Array = np.ndarray[Any, np.dtype[Any]]
+_Code = bytes | _Array
+"""Code that is the same in every row of a table, or a number for each row."""
+_C = TypeVar("_C", bound=_Code)
 
 
-def dumps(metadata: Metadata) -> bytes:
-    """Return the pickle of `metadata`."""
-    return b"".join(_Writer(metadata).parts())
+def dumps(metadata: Metadata, files: Iterable[FileResult]) -> bytes:
+    """Return the pickle of `metadata`.
+
+    Args:
+        metadata: All of it but `storage_data`.
+        files: What belongs there.
+    """
+    parts = _Writer(metadata, list(files)).parts()
+    return b"".join((pickle.PROTO + b"\4", *itertools.chain.from_iterable(map(_frame, parts)), pickle.STOP))
+
+
+def _frame(part: bytes) -> Iterator[bytes]:
+    """Say how long `part` is, so that it is read at once: not every file can be looked ahead into."""
+    yield pickle.FRAME + len(part).to_bytes(8, "little")
+    yield part
 
 
 class _Writer:
     """Writes one pickle."""
 
-    def __init__(self, metadata: Metadata) -> None:
+    def __init__(self, metadata: Metadata, files: list[FileResult]) -> None:
         self._metadata = metadata
+        self._files = files
+        self._tensors = {fqn: record for fqn, record in metadata.state_dict_metadata.items() if _is_plain(record)}
+        chunks = [chunk for record in self._tensors.values() for chunk in record.chunks]
+        self._chunks = list(map(attrgetter("offsets"), chunks)), list(map(attrgetter("sizes"), chunks))
         self._stream = io.BytesIO()
         self._pickler = pickle.Pickler(self._stream, _PROTOCOL)
-        self._sizes: dict[torch.Size, bytes] = {}
-        self._texts: dict[str, bytes] = {}
+        self._places: dict[Hashable, int] = {}
 
     def parts(self) -> Iterator[bytes]:
-        """Return the pickle in parts."""
-        yield pickle.PROTO + bytes([_PROTOCOL])
+        """Return the pickle in parts, without its first and last opcode."""
         yield self._preamble()
         yield self._opening(Metadata)
-        for name, value in self._metadata.__dict__.items():
+        for name, value in vars(self._metadata).items():
             yield self._fragment(name)
-            if name == "state_dict_metadata" and type(value) is dict:
-                yield from _dict(map(self._tensor, value.items()))
-            elif name == "storage_data" and type(value) is dict:
-                yield from _dict(self._places(value))
+            if name == "state_dict_metadata":
+                yield pickle.EMPTY_DICT + b"".join(self._state())
+            elif name == "storage_data":
+                yield pickle.EMPTY_DICT
+                yield from self._storage()
             else:
                 yield self._fragment(value)
-        yield _CLOSING + pickle.STOP
+        yield _CLOSING
 
     def _preamble(self) -> bytes:
         """Return the code that remembers all that occurs often and leaves nothing on the stack."""
-        texts = dict.fromkeys(name for names in _ATTRIBUTES.values() for name in names)
-        texts |= dict.fromkeys(self._metadata.state_dict_metadata)
-        texts |= dict.fromkeys(info.relative_path for info in (self._metadata.storage_data or {}).values())
-        sizes: dict[torch.Size, None] = {}
-        for record in self._metadata.state_dict_metadata.values():
-            if type(record) is TensorStorageMetadata:
-                # The offsets of the places are among these.
-                for one in ([chunk.offsets for chunk in record.chunks], [chunk.sizes for chunk in record.chunks]):
-                    if set(map(type, one)) == {torch.Size}:
-                        sizes |= dict.fromkeys(one)
-        common = [list(_ATTRIBUTES), list(texts), list(sizes)]
-        code = self._fragment(common) + pickle.POP
-        numbers = {number: _get(place) for number, (place, _) in self._pickler.memo.copy().items()}
-        self._texts = {text: numbers[id(text)] for text in texts}
-        self._sizes = {size: numbers[id(size)] for size in sizes}
-        self._openings = {
-            cls: numbers[id(cls)] + pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + pickle.MARK
-            for cls in _ATTRIBUTES
-        }
+        files = self._files
+        attributes = dict.fromkeys(name for names in _ATTRIBUTES.values() for name in names)
+        numbers = dict.fromkeys(itertools.chain((None,), *(file.numbers for file in files)))
+        texts = dict.fromkeys(itertools.chain(self._metadata.state_dict_metadata, *(file.fqns for file in files)))
+        texts |= dict.fromkeys(file.name for file in files)
+        sizes = dict.fromkeys(itertools.chain(*self._chunks, *(file.offsets for file in files)))
+        shapes = [size if type(size) is torch.Size else torch.Size(size) for size in sizes if size is not None]
+        code = self._remember([*_ATTRIBUTES, *attributes])  # First: small numbers take less room.
+        code += self._remember_numbers(numbers)
+        code += self._remember([*(text for text in texts if text not in attributes), *shapes])
+        return pickle.MARK + code + pickle.POP_MARK
+
+    def _remember(self, values: Sequence[Hashable]) -> bytes:
+        code = self._fragment(values)
+        memo = self._pickler.memo.copy()
+        self._places |= {value: memo[id(value)][0] for value in values}
         return code
+
+    def _remember_numbers(self, numbers: Collection[int | None]) -> bytes:
+        """Do what `pickle` does not do for numbers."""
+        memo = self._pickler.memo.copy()
+        places: dict[Hashable, int] = dict(zip(numbers, itertools.count(len(memo)), strict=False))
+        self._pickler.memo = {**memo, **{id(number): (place, number) for number, place in places.items()}}
+        self._places |= places
+        return b"".join(self._fragment(number) + _at(place, put=True) for number, place in places.items())
 
     def _fragment(self, value: object) -> bytes:
         """Return the code that makes `value`, as `pickle` writes it."""
@@ -95,102 +131,88 @@ class _Writer:
         self._pickler.dump(value)
         return self._stream.getvalue()[2:-1]
 
+    def _known(self, value: Hashable) -> bytes:
+        return _at(self._places[value])
+
     def _opening(self, cls: type) -> bytes:
-        return self._openings[cls]
+        return self._known(cls) + pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + pickle.MARK
 
-    def _size(self, value: Any) -> bytes:
-        known = self._sizes.get(value) if type(value) is torch.Size else None
-        return self._fragment(value) if known is None else known
+    def _record(self, cls: type, *values: tuple[_C, ...]) -> Iterator[bytes | _C]:
+        """Return the code that makes an object with `values` in its attributes."""
+        yield self._opening(cls)
+        for name, value in zip(_ATTRIBUTES[cls], values, strict=False):
+            yield self._known(name)
+            yield from value
+        yield _CLOSING
 
-    def _tensor(self, item: tuple[str, Any]) -> bytes:
-        fqn, record = item
-        if type(record) is not TensorStorageMetadata or tuple(vars(record)) != _ATTRIBUTES[TensorStorageMetadata]:
-            return self._texts[fqn] + self._fragment(record)
-        properties, size, chunks = (self._texts[name] for name in _ATTRIBUTES[TensorStorageMetadata])
-        parts = [self._texts[fqn], self._opening(TensorStorageMetadata)]
-        parts += [properties, self._fragment(record.properties), size, self._fragment(record.size)]
-        parts += [chunks, pickle.EMPTY_LIST, pickle.MARK, *self._chunks(record.chunks), pickle.APPENDS, _CLOSING]
-        return b"".join(parts)
+    def _all_known(self, values: Collection[Hashable]) -> tuple[_Code, ...]:
+        places = map(self._places.__getitem__, values)
+        return pickle.LONG_BINGET, np.fromiter(places, dtype="<u4", count=len(values))
 
-    def _chunks(self, chunks: Iterable[ChunkStorageMetadata]) -> Iterator[bytes]:
-        opening = self._opening(ChunkStorageMetadata)
-        first, second = (self._texts[name] for name in _ATTRIBUTES[ChunkStorageMetadata])
-        first = opening + first
-        size = self._size
-        for chunk in chunks:
-            if type(chunk) is ChunkStorageMetadata and len(vars(chunk)) == 2:
-                yield b"%b%b%b%b%b" % (first, size(chunk.offsets), second, size(chunk.sizes), _CLOSING)
+    def _state(self) -> Iterator[bytes]:
+        chunks = _table(self._record(ChunkStorageMetadata, *map(self._all_known, self._chunks)), len(self._chunks[0]))
+        begin = 0
+        for fqn, record in self._metadata.state_dict_metadata.items():
+            yield self._known(fqn)
+            tensor = self._tensors.get(fqn)
+            if tensor is None:
+                yield self._fragment(record)
             else:
-                yield self._fragment(chunk)
+                end = begin + len(tensor.chunks)
+                rows = pickle.EMPTY_LIST, pickle.MARK, chunks[begin:end].tobytes(), pickle.APPENDS
+                common = (self._fragment(tensor.properties),), (self._fragment(tensor.size),)
+                yield from self._record(TensorStorageMetadata, *common, rows)
+                begin = end
+            yield pickle.SETITEM
 
-    def _places(self, places: Mapping[MetadataIndex, StorageInfo]) -> Iterator[bytes]:
-        fqn, offset, number = (self._texts[name] for name in _ATTRIBUTES[MetadataIndex])
-        path, start, length = (self._texts[name] for name in _ATTRIBUTES[StorageInfo])
-        fqn, path = self._opening(MetadataIndex) + fqn, _CLOSING + self._opening(StorageInfo) + path
-        texts, size = self._texts, self._size
-        for index, info in places.items():
-            if _is_plain(index, info):
-                yield b"".join(
-                    (
-                        *(
-                            fqn,
-                            texts.get(index.fqn) or self._fragment(index.fqn),
-                            offset,
-                            size(index.offset),
-                            number,
-                            _number(index.index),
-                        ),
-                        *(path, texts[info.relative_path], start, _number(info.offset), length, _number(info.length)),
-                        _CLOSING,
-                    )
-                )
-            else:
-                yield self._fragment(index) + self._fragment(info)
+    def _storage(self) -> Iterator[bytes]:
+        alike: defaultdict[tuple[str, ...], list[FileResult]] = defaultdict(list)
+        for file in self._files:
+            alike[tuple(file.transforms or ())].append(file)
+        for transforms, files in alike.items():
+            table = self._items(files, [(self._fragment(list(transforms)),)] if transforms else [])
+            for begin in range(0, len(table), _BATCH):
+                yield pickle.MARK + table[begin : begin + _BATCH].tobytes() + pickle.SETITEMS
 
-
-_CLOSING = pickle.SETITEMS + pickle.BUILD
-
-
-def _is_plain(index: MetadataIndex, info: StorageInfo) -> bool:
-    return (
-        type(index) is MetadataIndex
-        and type(info) is StorageInfo
-        and len(vars(index)) == 3
-        and not getattr(info, "transform_descriptors", None)
-    )
+    def _items(self, files: Sequence[FileResult], transforms: Sequence[tuple[_Code, ...]]) -> _Array:
+        rows = np.concatenate([np.frombuffer(file.rows, dtype=np.int64) for file in files]).reshape(-1, 4)
+        index = self._record(
+            MetadataIndex,
+            self._all_known(list(itertools.chain.from_iterable(file.fqns for file in files))),
+            self._all_known(list(itertools.chain.from_iterable(file.offsets for file in files))),
+            self._all_known(list(itertools.chain.from_iterable(file.numbers for file in files))),
+        )
+        paths = np.repeat([self._places[file.name] for file in files], [len(file.fqns) for file in files])
+        path = pickle.LONG_BINGET, paths.astype("<u4")
+        info = self._record(StorageInfo, path, _numbers(rows[:, 0]), _numbers(rows[:, 1]), *transforms)
+        return _table(itertools.chain(index, info), len(rows))
 
 
-def _dict(entries: Iterable[bytes]) -> Iterator[bytes]:
-    """Return the code of a dict of `entries`, each a key and a value."""
-    yield pickle.EMPTY_DICT
-    batch: list[bytes] = []
-    for entry in entries:
-        batch.append(entry)
-        if len(batch) == _BATCH:
-            yield pickle.MARK + b"".join(batch) + pickle.SETITEMS
-            batch.clear()
-    if batch:
-        yield pickle.MARK + b"".join(batch) + pickle.SETITEMS
+def _is_plain(record: object) -> TypeGuard[TensorStorageMetadata]:
+    """Tell whether `record` and its chunks can be written as rows."""
+    if type(record) is not TensorStorageMetadata or tuple(vars(record)) != _ATTRIBUTES[TensorStorageMetadata]:
+        return False
+    if not _CHUNKS_ARE_KNOWN or set(map(type, record.chunks)) - {ChunkStorageMetadata}:
+        return False
+    shapes = map(attrgetter("offsets", "sizes"), record.chunks)
+    return not set(map(type, itertools.chain.from_iterable(shapes))) - {torch.Size}
 
 
-def _get(place: int) -> bytes:
-    return pickle.BINGET + bytes([place]) if place < 256 else pickle.LONG_BINGET + place.to_bytes(4, "little")
+def _numbers(column: _Array) -> tuple[_Code, ...]:
+    if not len(column) or column.max() < 1 << 31:
+        return pickle.BININT, column.astype("<i4")
+    return pickle.LONG1 + b"\x08", column.astype("<i8")
 
 
-def _small_numbers() -> list[bytes]:
-    one = (pickle.BININT1 + bytes([number]) for number in range(1 << 8))
-    two = (pickle.BININT2 + number.to_bytes(2, "little") for number in range(1 << 8, 1 << 16))
-    return [*one, *two]
+def _table(columns: Iterable[_Code], num_rows: int) -> _Array:
+    """Return the bytes of `num_rows` rows, as long as each other."""
+    parts = [np.void(part) if isinstance(part, bytes) else part for part in columns]
+    table = np.empty(num_rows, dtype=[(f"f{number}", part.dtype) for number, part in enumerate(parts)])
+    for name, part in zip(table.dtype.names or (), parts, strict=True):
+        table[name] = part
+    return table.view(np.uint8).reshape(num_rows, table.itemsize)
 
 
-_SMALL = _small_numbers()
-
-
-def _number(value: int | None) -> bytes:
-    if value is None:
-        return pickle.NONE
-    if 0 <= value < 1 << 16:
-        return _SMALL[value]
-    if 0 <= value < 1 << 31:
-        return pickle.BININT + value.to_bytes(4, "little")
-    return pickle.LONG1 + b"\x08" + value.to_bytes(8, "little", signed=True)
+def _at(place: int, *, put: bool = False) -> bytes:
+    short, long = (pickle.BINPUT, pickle.LONG_BINPUT) if put else (pickle.BINGET, pickle.LONG_BINGET)
+    return short + bytes([place]) if place < 256 else long + place.to_bytes(4, "little")

@@ -1,7 +1,7 @@
 """The two small files of a checkpoint, read from its folder and checked."""
 
 import logging
-from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -12,17 +12,37 @@ from dcp_fsspec.storage.filesystem import Store
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class SmallFiles:
     """The content of the two small files, for ranks that did not read them themselves.
 
-    Attributes:
+    Each rank opens the metadata once, however often it is asked for; what is sent to another rank is the content.
+
+    Args:
         metadata: That of ``.metadata``.
         checksums: That of the checksums file, if there is one.
+        opened: The metadata, if it was opened before.
     """
 
-    metadata: bytes
-    checksums: bytes | None
+    def __init__(self, metadata: bytes, checksums: bytes | None, opened: Metadata | None = None) -> None:
+        self.metadata = metadata
+        self.checksums = checksums
+        self._opened = opened
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SmallFiles, (self.metadata, self.checksums)
+
+    def opened(self, where: str) -> Metadata:
+        """Return the checked metadata.
+
+        Args:
+            where: Its url, for messages.
+
+        Raises:
+            CorruptCheckpointError, UnsafeCheckpointError: it was refused.
+        """
+        if self._opened is None:
+            self._opened = metadata.decode(self.metadata, where)
+        return self._opened
 
 
 def read_small_files(store: Store) -> SmallFiles:
@@ -34,8 +54,9 @@ def read_small_files(store: Store) -> SmallFiles:
         StorageReadError: the store did not deliver.
     """
     data = _read_metadata_file(store, metadata.FILE_NAME)
-    name = checksums.file_name(metadata.save_id_of(metadata.decode(data, store.url_of(metadata.FILE_NAME))))
-    return SmallFiles(data, _read_checksums_file(store, name) if name else None)
+    opened = metadata.decode(data, store.url_of(metadata.FILE_NAME))
+    name = checksums.file_name(metadata.save_id_of(opened))
+    return SmallFiles(data, _read_checksums_file(store, name) if name else None, opened)
 
 
 def read_metadata(store: Store, rank: int | None = None, files: SmallFiles | None = None) -> tuple[Metadata, int]:
@@ -47,8 +68,9 @@ def read_metadata(store: Store, rank: int | None = None, files: SmallFiles | Non
         StorageReadError: the store did not deliver it.
     """
     name = metadata.file_name(rank)
-    data = files.metadata if files is not None and rank is None else _read_metadata_file(store, name)
-    return metadata.decode(data, store.url_of(name)), checksums.crc_of([data])
+    if files is None or rank is not None:
+        files = SmallFiles(_read_metadata_file(store, name), None)
+    return files.opened(store.url_of(name)), checksums.crc_of([files.metadata])
 
 
 def _read_metadata_file(store: Store, name: str) -> bytes:

@@ -65,7 +65,10 @@ class FileResult:
         self.rows.extend((info.offset, info.length, record.crc, record.payload_at))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _file_result, (*(vars(self)[name] for name in vars(self) if name != "rows"), self.rows.tobytes())
+        # Many tensors are cut alike; `pickle` writes one tuple once.
+        shared = {offset: offset for offset in self.offsets}
+        columns = vars(self) | {"offsets": list(map(shared.get, self.offsets)), "rows": self.rows.tobytes()}
+        return _file_result, tuple(columns.values())
 
     @property
     def item_bytes(self) -> int:

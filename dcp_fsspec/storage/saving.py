@@ -10,12 +10,12 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -37,7 +37,7 @@ from dcp_fsspec.storage.progress import Meter, ProgressWish
 from dcp_fsspec.storage.report import SaveReport, speed_text
 from dcp_fsspec.storage.results import FileResult, Results, by_file
 from dcp_fsspec.storage.splitting import MAX_PIECE_BYTES, file_bytes, item_bytes, pack, split_plan, whole_of
-from dcp_fsspec.storage.torch_internals import StorageInfo, StreamTransformExtension
+from dcp_fsspec.storage.torch_internals import StreamTransformExtension
 from dcp_fsspec.storage.transfer import Job, Transfer
 from dcp_fsspec.storage.upload import Upload
 
@@ -330,7 +330,10 @@ class Save:
         self._remove_old({*names, checksums_name})
         self.report.num_requests = self.store.num_requests - self._requests_before
         self.report.num_retries = self.store.num_retries - self._retries_before
-        if not self._options.returns_metadata:
+        if self._options.returns_metadata:
+            with collection_held_off():
+                metadata.storage_data = dict(itertools.chain.from_iterable(file.places() for file in files))
+        else:
             # DCP sends it to every rank now, which nobody would look at: of a million items that takes longer than
             # all else.
             metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data = {}, None, None
@@ -349,10 +352,9 @@ class Save:
     def _discard(self, names: Iterable[str]) -> None:
         self.store.remove_all(names, "left behind by a failed save")
 
-    def _content(self, dcp_metadata: Metadata, files: Iterable[FileResult]) -> bytes:
-        storage_data = dict(itertools.chain.from_iterable(file.places() for file in files))
-        _check_complete(dcp_metadata, storage_data, self.store.url)
-        return metadata.encode(dcp_metadata, storage_data, self.storage_meta)
+    def _content(self, dcp_metadata: Metadata, files: Sequence[FileResult]) -> bytes:
+        _check_complete(dcp_metadata, files, self.store.url)
+        return metadata.encode(dcp_metadata, files, self.storage_meta)
 
     def _commit(self, content: bytes) -> None:
         # The commit: before this write there is the old checkpoint or none, after it the new one. Should it fail,
@@ -379,9 +381,11 @@ def _is_stock(planner: SavePlanner) -> bool:
     return all(getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in names)
 
 
-def _check_complete(dcp_metadata: Metadata, written: Mapping[MetadataIndex, StorageInfo], url: str) -> None:
+def _check_complete(dcp_metadata: Metadata, files: Iterable[FileResult], url: str) -> None:
     planned = sum(len(getattr(one, "chunks", ("bytes",))) for one in dcp_metadata.state_dict_metadata.values())
-    if planned != len(written):
+    # More than one rank may have written an item.
+    written = len(set(itertools.chain.from_iterable(zip(file.fqns, file.offsets, strict=True) for file in files)))
+    if planned != written:
         raise StorageWriteError(
-            f"{url}: {planned} items belong to the checkpoint and {len(written)} were written; nothing was committed"
+            f"{url}: {planned} items belong to the checkpoint and {written} were written; nothing was committed"
         )

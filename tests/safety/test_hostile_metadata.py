@@ -172,6 +172,12 @@ def with_tensor(size: Any, offsets: Any, sizes: Any, dtype: Any = torch.float32)
     return loaded
 
 
+def with_offset(fqn: str, offset: Any) -> MetadataIndex:
+    index = MetadataIndex(fqn)
+    object.__setattr__(index, "offset", offset)
+    return index
+
+
 NONSENSE = {
     "a dict": {"state_dict_metadata": {}},
     "no state": broken(state_dict_metadata=None),
@@ -183,11 +189,19 @@ NONSENSE = {
     "negative offset": with_item(-1, 5),
     "absurd length": with_item(100, 1 << 60),
     "length that is no number": with_item(100, "9"),
+    "number beyond 64 bits": with_item(1 << 70, 1),
+    "length that is a bool": with_item(100, True),
+    "a path that is no str": broken(storage_data={MetadataIndex("b"): _StorageInfo(3, 0, 1)}),  # type: ignore[arg-type]
     "overlap": with_item(50, 100),
     "negative size": with_tensor((-2, 3), (0, 0), (2, 3)),
     "gigantic shape": with_tensor((1 << 40, 1 << 40), (0, 0), (2, 3)),
     "chunk outside": with_tensor((2, 3), (1, 0), (2, 3)),
     "chunk of other dimensions": with_tensor((2, 3), (0,), (2,)),
+    "chunk of text": with_tensor((2, 3), ("0", "0"), (2, 3)),
+    "chunk of bools": with_tensor((2, 3), (False, False), (2, 3)),
+    "a negative index": broken(storage_data={MetadataIndex("w", index=-1): _StorageInfo("a", 0, 1)}),
+    "an offset of text": broken(storage_data={with_offset("w", ("0",)): _StorageInfo("a", 0, 1)}),
+    "a negative offset in a tensor": broken(storage_data={MetadataIndex("w", (-1,)): _StorageInfo("a", 0, 1)}),
     "an index of text": broken(storage_data={MetadataIndex("w", index="x"): _StorageInfo("a", 0, 1)}),  # type: ignore[arg-type]
     "a storage_meta that is none": broken(storage_meta=["x"]),
     "transforms that are none": broken(storage_data={MetadataIndex("b"): _StorageInfo("a", 0, 1, [3])}),  # type: ignore[list-item]
