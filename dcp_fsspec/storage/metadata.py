@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +29,6 @@ from dcp_fsspec.storage.torch_internals import DCP_VERSION, StorageInfo
 
 _MAX_SIZE = 1 << 50
 """Bytes, offsets and element counts beyond this are damage or malice: no store holds such a file."""
-
-_T = TypeVar("_T")
 
 
 def encode(metadata: Metadata, files: Iterable[FileResult], storage_meta: StorageMeta) -> bytes:
@@ -123,7 +121,7 @@ def _check_items(storage_data: Mapping[MetadataIndex, StorageInfo], where: str) 
     ):
         raise TypeError("an index in storage_data is none")
     transforms = filter(None, map(getattr, infos, repeat("transform_descriptors"), repeat(None)))
-    if not all(map(_are_texts, _distinct(transforms))):
+    if not all(map(_are_texts, transforms)):
         raise TypeError("an item has strange transforms")
     _check_places(infos, where)
 
@@ -153,10 +151,10 @@ def _all_are(cls: type, values: Iterable[object]) -> bool:
     return set(map(type, values)) <= {cls}
 
 
-def _distinct(values: Iterable[_T]) -> Iterable[_T]:
-    """Return one of those that are the same object: shapes and numbers that many items share are looked at once."""
+def _distinct(values: Iterable[object]) -> Collection[object]:
+    """Return shapes and numbers that many items share once; of anything else, all of it."""
     values = list(values)
-    return dict(zip(map(id, values), values, strict=True)).values()
+    return set(values) if set(map(type, values)) <= {torch.Size, int, type(None)} else values
 
 
 def _is_offset(value: object) -> bool:
