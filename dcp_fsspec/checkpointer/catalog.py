@@ -251,7 +251,8 @@ class Catalog(Contents):
     ) -> dict[int, int]:
         """Remove what crashed saves and interrupted removals have left.
 
-        Do not call it while another process saves here: a save that is not yet committed looks the same.
+        Do not call it while another process saves here: a save that is not yet committed looks the same. What has a
+        commit record that cannot be read was committed once, perhaps by a later version: it stays, with a warning.
 
         Args:
             protected: Iterations to leave alone.
@@ -269,6 +270,9 @@ class Catalog(Contents):
                 continue
             folder = self.folder(iteration)
             files = folder.list_files()
+            if layout.COMMIT_NAME in files:
+                logger.warning("%s stays: delete its %s first if nobody needs it", folder.url, layout.COMMIT_NAME)
+                continue
             if not files and not (folder.capabilities.local or folder.capabilities.folders):
                 continue
             if not dry_run:

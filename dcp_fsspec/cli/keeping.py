@@ -42,8 +42,7 @@ def latest(root: str, number: int | None, yes: bool, options_: tuple[str, ...], 
         document = {"iteration": found.iteration, "url": folder.url, "notes": found.notes, "record": found.record}
         output.print_json(document)
         return
-    for note in found.notes:
-        output.note(note)
+    output.notes(found.notes)
     output.show(folder.url)
 
 

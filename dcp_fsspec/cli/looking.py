@@ -35,8 +35,7 @@ def show(checkpoint: str, pattern: str, component: str | None, options_: tuple[s
         head = {"url": located.store.url, "iteration": located.iteration, "record": located.record}
         output.print_json({**head, "components": [_described(name, view, pattern) for name, view in views.items()]})
         return
-    for note in located.notes:
-        output.note(note)
+    output.notes(located.notes)
     for name, view in views.items():
         output.show(_tree(name, view, pattern), *_balance(view))
 
@@ -121,13 +120,14 @@ def _balance(view: CheckpointView) -> list[str]:
 @options.common
 def verify(checkpoint: str, all_: bool, options_: tuple[str, ...], as_json: bool) -> None:
     """Read a whole checkpoint and compare it with its checksums and its commit record. Nothing of it is run."""
-    store = options.store(checkpoint, options_)
+    found = _to_verify(options.store(checkpoint, options_), all_)
     with output.progress(as_json=as_json) as progress:
-        reports = [check(one, progress) for one in _to_verify(store, all_)]
+        reports = [check(one, progress) for one in found]
     ok = all(report.ok for report in reports)
     if as_json:
         output.print_json({"ok": ok, "checkpoints": [{"ok": one.ok, **output.plain(one)} for one in reports]})
     else:
+        output.notes(note for one in found for note in one.notes)
         for report in reports:
             _show_check(report)
     if not ok:
@@ -187,6 +187,7 @@ def diff(
     if as_json:
         output.print_json({"equal": report.equal, **output.plain(report)})
     else:
+        output.notes((*one.notes, *other.notes))
         table = output.table("key", "differs in", "first", "second")
         for difference in report.differences:
             kind = difference.kind

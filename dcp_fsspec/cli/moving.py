@@ -109,13 +109,15 @@ def export(
     Hugging Face's loaders expect.
     """
     keys = KeyChoice(only, ema, strip_prefix)
-    stored = locate(source).component(component)
+    located = locate(source)
+    stored = located.component(component)
     with output.progress(as_json=as_json) as progress:
         settings = ExportOptions(format_, keys, dtype, shard_size, overwrite, progress)
         report = export_checkpoint(stored, target, settings)
     if as_json:
         output.print_json(output.plain(report))
         return
+    output.notes(located.notes)
     if report.num_unverified:
         output.note(f"{report.num_unverified} parts could not be compared with a checksum; `verify` checks all of it")
     if report.left_out:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from dcp_fsspec.checkpointer import layout
 from dcp_fsspec.errors import CorruptCheckpointError, UnsafeCheckpointError
 from dcp_fsspec.storage import metadata
 from dcp_fsspec.storage.filesystem import Store
@@ -38,6 +39,7 @@ def check(located: Located, progress: ProgressCallback | None = None) -> CheckRe
         StorageReadError: a store did not deliver, so nothing can be said.
     """
     report = CheckReport(located.store.url)
+    _check_record(located, report)
     for name in located.incomplete:
         report.problems.append(Problem(name, None, f"it has no {metadata.FILE_NAME}, so it is no complete component"))
     for name in sorted(set(located.record.components if located.record else ()) - set(located.components)):
@@ -50,6 +52,17 @@ def check(located: Located, progress: ProgressCallback | None = None) -> CheckRe
         except (CorruptCheckpointError, UnsafeCheckpointError) as error:
             report.problems.append(Problem(f"{name}/{metadata.FILE_NAME}".lstrip("/"), None, str(error)))
     return report
+
+
+def _check_record(located: Located, report: CheckReport) -> None:
+    record = located.record
+    if record is None:
+        if "" not in located.components and located.store.exists(layout.COMMIT_NAME):
+            reason = "it cannot be read as a commit record; the iteration counts as not committed"
+            report.problems.append(Problem(layout.COMMIT_NAME, None, reason))
+    elif located.iteration not in (None, record.iteration):
+        reason = f"it is that of iteration {record.iteration}; this one counts as not committed"
+        report.problems.append(Problem(layout.COMMIT_NAME, None, reason))
 
 
 def _compare_with_record(located: Located, name: str, store: Store, report: CheckReport) -> None:

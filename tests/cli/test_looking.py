@@ -123,10 +123,12 @@ def test_verify_finds_nothing_in_good_checkpoints_and_names_what_is_damaged(stor
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 def test_verify_compares_with_the_commit_record(store: Store, place: Any) -> None:
     root = place(store, "ours")
-    for name in [name for name in store.raw_list() if name.startswith("run/iter_000000002/optim/")]:
-        store.raw_write(name, store.raw_read(name.replace("000002", "000001")))
-    for name in [name for name in store.raw_list() if name.startswith("run/iter_000000002/trainer/")]:
-        store.raw_delete(name)
+    for name in store.raw_list():
+        if name.startswith(("run/iter_000000002/optim/", "run/iter_000000002/trainer/")):
+            store.raw_delete(name)
+    for name in store.raw_list():
+        if name.startswith("run/iter_000000001/optim/"):
+            store.raw_write(name.replace("000001", "000002"), store.raw_read(name))
     report = run(store, "verify", root, "--json", code=1).json["checkpoints"][0]
     assert sorted(one["file"] for one in report["problems"]) == ["optim/.metadata", "trainer"]
 

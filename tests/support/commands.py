@@ -62,7 +62,9 @@ def write_ours(url: str, iterations: tuple[int, ...], **arguments: Any) -> None:
     for iteration in iterations:
         records = {}
         for name, state in components(iteration).items():
-            writer = FsspecStorageWriter.at(catalog.folder(iteration).child(name), shard_bytes=64 << 10)
+            writer = FsspecStorageWriter.at(
+                catalog.folder(iteration).child(name), shard_bytes=64 << 10, overwrite=False
+            )
             _save(state, writer)
             report = writer.last_report
             records[name] = ComponentRecord(report.num_files, report.num_bytes, report.save_id)
