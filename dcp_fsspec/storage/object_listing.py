@@ -30,7 +30,8 @@ Cuts = Callable[[str], Sequence[str]]
 _FIRST, _LAST = "<Contents>", "</Contents>"
 _FIELDS = re.compile(r"<(Key|Size|LastModified)>([^<]*)<")
 _ENTRIES = "DcpFsspecEntries"
-_EVENT = "before-parse.s3.ListObjectsV2"
+_EVENT = "before-parse.*.ListObjectsV2"
+"""By the star this comes first, before botocore parses the page a first time to see whether it is an error."""
 _wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("dcp_fsspec_entries_wanted", default=False)
 
 
