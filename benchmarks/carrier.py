@@ -16,6 +16,7 @@ from fcntl import fcntl
 from benchmarks.httpscan import Exchange, MessageScanner
 
 _MAX_CHUNK_BYTES = 1024 * 1024
+_RECEIVE_BYTES = 256 * 1024
 # Smaller ones, of a hundred slow connections, would make the link itself what limits.
 _MIN_CHUNK_BYTES = 128 * 1024
 # A chunk takes this long on a limited link. A chunk is passed on when its last byte would have arrived, so
@@ -108,6 +109,8 @@ class Link:
         self._lock = threading.Lock()
         self._counters = LinkCounters()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        # What is on its way waits with the sender, as on a real line, and not here.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
         self.port: int = self._listener.getsockname()[1]
 
     def serve(self) -> None:

@@ -7,6 +7,7 @@ client does for a request is done once for a file. Connections are kept and used
 import atexit
 import contextlib
 import errno
+import fcntl
 import functools
 import http.client
 import os
@@ -14,6 +15,8 @@ import re
 import select
 import socket
 import ssl
+import sys
+import termios
 import threading
 import time
 import urllib.parse
@@ -27,6 +30,7 @@ _Origin = tuple[str, str, str | bool | None]
 
 _SMALL_BYTES = 64 << 10
 """Smaller buffers are joined, up to four times as much: each call has a price."""
+_LOOK_MILLISECONDS = 50
 _MAX_IDLE = 64
 _MAX_IDLE_SECONDS = 20.0
 _MAX_ANSWER_BYTES = 64 << 10
@@ -190,6 +194,7 @@ def _ask(
             rest = memoryview(piece)
             while rest:
                 rest = rest[connection.sock.send(rest) :]
+        _await_sent(connection.sock, signed.read_seconds)
     except _CLOSED:
         # A store that refuses need not read to the end before it answers.
         with contextlib.suppress(OSError, http.client.HTTPException):
@@ -198,6 +203,30 @@ def _ask(
                 return answer
         raise
     return connection.getresponse()
+
+
+def _await_sent(sock: socket.socket, patience_seconds: float | None) -> None:
+    """Wait until what was sent has left this machine; only then does the store's time to answer begin.
+
+    The kernel takes megabytes at once. With many connections on a narrow line these are under way for long.
+
+    Raises:
+        TimeoutError: nothing has left for `patience_seconds`.
+    """
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    left, since = _unsent_bytes(sock), time.monotonic()
+    while left and not poll.poll(_LOOK_MILLISECONDS):
+        now = _unsent_bytes(sock)
+        if now < left:
+            left, since = now, time.monotonic()
+        elif patience_seconds is not None and time.monotonic() - since > patience_seconds:
+            raise TimeoutError(f"the store has taken nothing for {patience_seconds:.0f} s")
+
+
+def _unsent_bytes(sock: socket.socket) -> int:
+    answer = fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(answer, sys.byteorder)
 
 
 def _pieces(buffers: Sequence[Buffer]) -> Iterator[Buffer]:

@@ -188,3 +188,45 @@ def test_connections_are_closed_when_the_interpreter_ends() -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "ResourceWarning: unclosed <socket" not in done.stderr
+
+
+class _NarrowServer(_Server):
+    """Takes a body at a trickle, and answers when it has all of it; or stops in the middle."""
+
+    def __init__(self, num_bytes: int, stops: bool) -> None:
+        super().__init__([[b""]], waits=True)
+        self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+        self._num_bytes = num_bytes
+        self._stops = stops
+        self._let_go = threading.Event()
+
+    def run(self) -> None:
+        connection, _ = self._listening.accept()
+        with connection:
+            left = self._num_bytes
+            while left > 0 and not (self._stops and left < self._num_bytes // 2):
+                left -= len(connection.recv(16 << 10))
+                self._let_go.wait(0.02)
+            if self._stops:
+                self._let_go.wait(60)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    def close(self) -> None:
+        self._let_go.set()
+        super().close()
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_time_to_answer_begins_when_the_last_byte_has_left(stops: bool) -> None:
+    """The kernel takes far more at once than a narrow line carries within that time."""
+    body = bytes(1 << 20)
+    server = _NarrowServer(len(body), stops)
+    server.start()
+    with contextlib.closing(server):
+        signed = Signed(server.url, read_seconds=0.5)
+        if stops:
+            with pytest.raises(TimeoutError):
+                direct.put(signed, [body])
+        else:
+            direct.put(signed, [body])
+    server.join(10)
