@@ -129,6 +129,19 @@ def test_every_command_ends_with_a_line_without_rights(command: str, seaweed_sto
     assert "credentials" in _failure(wrong, command, seaweed_store.below("run"), tmp_path, code=4)
 
 
+def test_commands_that_write_end_with_a_line_without_rights_in_the_target(
+    seaweed_store: S3Store, place: Any, tmp_path: Path
+) -> None:
+    local = FolderStore(tmp_path, str(tmp_path))
+    root = place(local, "ours")
+    run(None, "export", root, local.below("model.safetensors"))
+    wrong = FolderStore(Path("/"), "/", {**(seaweed_store.storage_options or {}), "secret": "wrong-secret"})
+    for command, source in (("cp", root), ("export", root), ("import", local.below("model.safetensors"))):
+        words = (source, seaweed_store.below("target"), *flags(wrong, "--target-option"))
+        assert "credentials" in run(None, command, *words, code=4).line
+    assert seaweed_store.raw_list() == {}
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_ends_with_a_line_on_an_interrupt(command: str, tmp_path: Path) -> None:
     main_thread = threading.main_thread().ident
