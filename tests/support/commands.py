@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ from support.stores import Store
 from support.tensors import random_tensor
 
 KINDS = ("ours", "stock", "cosmos", "torchtitan")
-KINDS_ON_STORES = [(kind, store) for kind in KINDS for store in ("file", "seaweed")] + [("ours", "moto")]
+KINDS_ON_STORES = list(itertools.product(KINDS, ("file", "moto", "seaweed")))
 
 
 def model_state(seed: int = 0) -> dict[str, Any]:
