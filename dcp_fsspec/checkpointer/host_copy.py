@@ -35,7 +35,7 @@ def copy_on_host(pairs: Pairs) -> None:
 
 def _num_threads() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return max(1, min(_MAX_THREADS, cores // (ranks * torch.get_num_threads())))
 
 

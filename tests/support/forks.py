@@ -57,6 +57,7 @@ class RunningJob:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         self._forks.reap()
+        psutil.wait_procs([psutil.Process(pid) for pid in self.ranks if psutil.pid_exists(pid)])
         _, left = psutil.wait_procs(below, timeout=_COLLECTIVE_SECONDS)
         assert not left, f"still there: {left}"
 
