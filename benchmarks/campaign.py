@@ -5,8 +5,8 @@
     python -m benchmarks.campaign --out report --only ranks,tensors
 
 Parts:
-    ranks     a sharded state, and unless short a replicated one, on several ranks, S3 server behind a link that limits each
-              connection and all of them together
+    ranks     a sharded state, and unless short a replicated one, on 1, 2, 4 and 8 ranks (short: to 4), S3 server behind
+              a link that limits each connection and all of them together
     sizes     states of several sizes on one rank, S3 server
     tensors   many small tensors on one rank, local disk and S3 server
     local     a sharded state on /dev/shm

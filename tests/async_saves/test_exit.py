@@ -46,12 +46,12 @@ checkpointer = DistributedCheckpointer(
     retention=KeepLatest(1) if ending == "prune" else None,
 )
 pid = checkpointer._uploader._process.process.pid if mode == "async_with_pinned_mem" else 0
-print(f"worker {pid}", flush=True)
+os.write(1, f"worker {pid}\\n".encode())  # In one piece, whatever the other rank does.
 if ending == "prune":
     checkpointer.save(model, None, None, None, 6)
     checkpointer.wait()
 checkpointer.save(model, None, None, None, 7)
-print("saved", flush=True)
+os.write(1, b"saved\\n")
 if ending == "exit":
     sys.exit(3)
 if ending == "raise":
