@@ -91,7 +91,7 @@ def _ranks(short: bool) -> Iterator[Job]:
     for layout in ("fsdp",) if short else ("ddp", "fsdp"):
         for num_ranks in (1, 2, 4) if short else (1, 2, 4, 8):
             # Enough for all connections of a rank: files have four MiB or more.
-            yield Job(num_ranks, ("--state", "256" if short else "512", "--layout", layout, *link))
+            yield Job(num_ranks, ("--state", "256" if short else "1024", "--layout", layout, *link))
 
 
 def _sizes(short: bool) -> Iterator[Job]:

@@ -20,7 +20,7 @@ def bench(url: str, size: int, options_: tuple[str, ...], as_json: bool) -> None
     table = output.table(*columns, right=columns)
     for one in report.rounds:
         table.add_row(
-            str(one.max_concurrency),
+            "default" if one.max_concurrency is None else str(one.max_concurrency),
             f"{one.save_mb_per_second:.0f}",
             f"{one.save_cpu_seconds_per_gb:.1f}",
             f"{one.load_mb_per_second:.0f}",

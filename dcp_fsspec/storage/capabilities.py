@@ -37,6 +37,7 @@ class Capabilities:
         forbidden: Characters that names cannot have: the client would read them as something else.
         shard_bytes: Size at which shard files do best.
         max_concurrency: Requests in flight that do best.
+        read_concurrency: The same of reads, where it differs.
         write_copies: How many copies of its data a write holds while it is sent.
         read_copies: How many copies of its data a read holds besides the memory that it fills.
         read_options: Passed to each ``cat_file`` of a whole object.
@@ -59,6 +60,7 @@ class Capabilities:
     forbidden: str = ""
     shard_bytes: int = 8 << 20
     max_concurrency: int = 32
+    read_concurrency: int | None = None
     write_copies: int = 2
     read_copies: int = 1
     read_options: Mapping[str, Any] = field(default_factory=dict)
@@ -68,9 +70,10 @@ class Capabilities:
     matches_tags: bool = False
     takes_crc32c: bool = False
 
-    def threads_for(self, max_concurrency: int | None) -> int:
+    def threads_for(self, max_concurrency: int | None, *, reading: bool = False) -> int:
         """Return how many threads to use when the caller asks for `max_concurrency`, or for what does best."""
-        return (max_concurrency or self.max_concurrency) if self.threads else 1
+        best = self.read_concurrency if reading and self.read_concurrency else self.max_concurrency
+        return (max_concurrency or best) if self.threads else 1
 
 
 _OBJECT_STORE = Capabilities(atomic_put=True, create_only=True, folders=False)
@@ -106,8 +109,8 @@ _STREAMED: Mapping[str, dict[str, Any]] = {
     "obstore": {"write_copies": 0},
 }
 """What changes where buffers go up and down without a copy; see `clients`."""
-_DIRECT: Mapping[str, Any] = {"write_copies": 0, "read_copies": 0, "shard_bytes": 8 << 20}
-"""What changes where they go past the filesystem."""
+_DIRECT: Mapping[str, Any] = {"write_copies": 0, "read_copies": 0, "shard_bytes": 8 << 20, "read_concurrency": 64}
+"""What changes where they go past the filesystem. A read in flight holds no memory but its target then."""
 
 _LOCAL = Capabilities(
     local=True,

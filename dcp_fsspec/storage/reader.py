@@ -289,7 +289,7 @@ class FsspecStorageReader(StorageReader):
             extension_registry=self._extension_registry,
             trace=self._trace,
         )
-        threads = self._store.capabilities.threads_for(self._max_concurrency)
+        threads = self._store.capabilities.threads_for(self._max_concurrency, reading=True)
         with self._store.stoppable() as stop, told(self._progress, here=self._is_coordinator) as callback:
             transfer = Transfer(threads, self._memory_budget_bytes, stop, self._trace)
             return ItemReader(source, planner, transfer, callback).read(items)

@@ -106,7 +106,7 @@ def verify_store(
 ) -> VerifyReport:
     """Do what `verify` does with the checkpoint in the folder that `store` is."""
     begin = time.monotonic()
-    threads = store.capabilities.threads_for(max_concurrency)
+    threads = store.capabilities.threads_for(max_concurrency, reading=True)
     dcp_metadata, crc = read_metadata(store)
     section = read_checksums(store, dcp_metadata, crc)
     report = VerifyReport(checksums="checked" if section is not None else "absent")

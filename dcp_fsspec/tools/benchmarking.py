@@ -35,7 +35,7 @@ class Round:
     """One save and load.
 
     Attributes:
-        max_concurrency: Requests in flight.
+        max_concurrency: Requests in flight; None: the defaults, of which reads have their own.
         save_mb_per_second: Megabytes (10**6) a second.
         load_mb_per_second: Megabytes a second.
         save_cpu_seconds_per_gb: CPU seconds of this process for each 10**9 bytes.
@@ -44,7 +44,7 @@ class Round:
         num_retries: Those of them that repeated a failed one.
     """
 
-    max_concurrency: int
+    max_concurrency: int | None
     save_mb_per_second: float
     load_mb_per_second: float
     save_cpu_seconds_per_gb: float
@@ -97,12 +97,12 @@ def bench(store: Store, num_bytes: int = 256 << 20, step: Callable[[str], None] 
         folder.prepare()
         step("latency")
         report.latency_seconds = _latency(folder)
-        usual = folder.capabilities.threads_for(None)
         first = next(iter(state))
-        _round(folder, {first: state[first]}, usual)  # Connections, and memory used for the first time.
-        more = {usual, 2 * usual, max(1, usual // 2)} if folder.capabilities.threads else {usual}
-        for threads in sorted(more, key=lambda number: (number != usual, number)):
-            step(f"{threads} requests at a time")
+        _round(folder, {first: state[first]}, None)  # Connections, and memory used for the first time.
+        usual = folder.capabilities.threads_for(None)
+        more = sorted({max(1, usual // 2), 2 * usual} - {usual}) if folder.capabilities.threads else []
+        for threads in (None, *more):
+            step(f"{threads or 'usual number of'} requests at a time")
             report.rounds.append(_round(folder, state, threads))
     except BaseException as error:
         if report.latency_seconds or isinstance(
@@ -143,8 +143,8 @@ def _latency(folder: Store) -> float:
     return statistics.median(seconds)
 
 
-def _round(folder: Store, state: dict[str, torch.Tensor], threads: int) -> Round:
-    place = folder.child(f"with-{threads}")
+def _round(folder: Store, state: dict[str, torch.Tensor], threads: int | None) -> Round:
+    place = folder.child(f"with-{threads or 'defaults'}")
     writer = FsspecStorageWriter.at(place, max_concurrency=threads)
     reader = FsspecStorageReader.at(place, max_concurrency=threads)
     gigabytes = sum(tensor.nbytes for tensor in state.values()) / 1e9
@@ -190,8 +190,7 @@ def _advice(report: BenchReport, *, object_store: bool) -> list[str]:
             whose = "FsspecStorageWriter" if verb == "save" else "FsspecStorageReader"
             reached, default = (f"{getattr(one, attribute):.0f}" for one in (best, usual))
             advice.append(
-                f"{verb}: max_concurrency={best.max_concurrency} on {whose} made {reached} MB/s, the default of "
-                f"{usual.max_concurrency} {default}."
+                f"{verb}: max_concurrency={best.max_concurrency} on {whose} made {reached} MB/s, the default {default}."
             )
     cores = max(
         usual.save_cpu_seconds_per_gb * usual.save_mb_per_second,
