@@ -30,7 +30,7 @@ _Origin = tuple[str, str, str | bool | None]
 
 _SMALL_BYTES = 64 << 10
 """Smaller buffers are joined, up to four times as much: each call has a price."""
-_LOOK_MILLISECONDS = 50
+_LOOK_MILLISECONDS = 250
 _MAX_IDLE = 64
 _MAX_IDLE_SECONDS = 20.0
 _MAX_ANSWER_BYTES = 64 << 10

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,10 @@ from dcp_fsspec.storage.tracing import OFF, Trace
 from dcp_fsspec.storage.transfer import Job, Transfer
 
 _WHOLE_FILE = 1 << 62
+
+_SMALL_ITEM_BYTES = 128 << 10
+"""Handing over a smaller item is mostly work of the interpreter, of which one thread at a time can do any. Several
+that try take the interpreter's lock from each other at each call that lets go of it, and all end later."""
 
 _scratch = Scratch()
 
@@ -57,6 +62,7 @@ class Fetcher:
     def __init__(self, source: Source, transfer: Transfer) -> None:
         self._source = source
         self._transfer = transfer
+        self._small_items = threading.Lock()
 
     def fetch(self, wanted: Sequence[Wanted[Consumer]], progress: ProgressCallback | None = None) -> int:
         """Fetch what is wanted and hand it over; return how many bytes that took."""
@@ -81,16 +87,20 @@ class Fetcher:
     def _run(self, fetch: Fetch[Consumer], layout: Layout, meter: Meter) -> None:
         with self._fetching(fetch):
             layout.fill(_scratch, functools.partial(self._source.store.read_into, fetch.file, fetch.start))
-        with self._source.trace.span("copy", items=len(fetch.wanted)):
+        with self._turn(fetch), self._source.trace.span("copy", items=len(fetch.wanted)):
             layout.hand_over()
         meter.add(fetch.num_bytes)
 
     def _run_large(self, fetch: Fetch[Consumer], meter: Meter) -> None:
         with self._fetching(fetch):
             data = self._source.store.read_range(fetch.file, fetch.start, fetch.stop)
-        with self._source.trace.span("copy", items=len(fetch.wanted)):
+        with self._turn(fetch), self._source.trace.span("copy", items=len(fetch.wanted)):
             give(fetch, data)
         meter.add(fetch.num_bytes)
+
+    def _turn(self, fetch: Fetch[Consumer]) -> contextlib.AbstractContextManager[object]:
+        are_small = fetch.num_bytes < len(fetch.wanted) * _SMALL_ITEM_BYTES
+        return self._small_items if are_small else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _fetching(self, fetch: Fetch[Consumer]) -> Iterator[None]:
