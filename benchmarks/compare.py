@@ -157,7 +157,7 @@ def _open_server(options: argparse.Namespace) -> Iterator[Site]:
         prefix = f"s3://{options.bucket}/dcp-fsspec-bench-{uuid.uuid4().hex[:12]}"
         yield Site(prefix, options.endpoint, os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"])
         return
-    with local_server() as site:
+    with local_server(max(options.mib, options.single_mib) << 20) as site:
         yield site
 
 

@@ -17,20 +17,31 @@ _ROOM_FOR_SERVER_BYTES = 8 * 2**30
 
 
 @contextlib.contextmanager
-def local_server() -> Iterator[Site]:
-    """Give a site on a new S3 server, SeaweedFS, that keeps its data in memory where there is room."""
+def local_server(state_bytes: int = 0) -> Iterator[Site]:
+    """Give a site on a new S3 server, SeaweedFS, that keeps its data in memory where there is room.
+
+    Args:
+        state_bytes: What will be stored, and lie twice in the memory of whoever saves and loads it.
+    """
     from dcp_fsspec.testing.servers import SeaweedServer
 
     # More memory than its default spares the server half of its CPU time, which all peers wait for.
-    with SeaweedServer(bucket="bench", memory_limit="2GiB", data_parent=_roomy_folder()) as server:
+    with SeaweedServer(bucket="bench", memory_limit="2GiB", data_parent=_roomy_folder(state_bytes)) as server:
         yield Site(f"s3://{server.bucket}", server.endpoint_url, server.access_key, server.secret_key)
 
 
-def _roomy_folder() -> Path | None:
+def _roomy_folder(state_bytes: int) -> Path | None:
     if not _SHM.is_dir():
         return None
     room = os.statvfs(_SHM)
-    return _SHM if room.f_bavail * room.f_frsize > _ROOM_FOR_SERVER_BYTES else None
+    free_bytes = min(room.f_bavail * room.f_frsize, _available_memory_bytes())
+    return _SHM if free_bytes > _ROOM_FOR_SERVER_BYTES + 3 * state_bytes else None
+
+
+def _available_memory_bytes() -> int:
+    """Return what programs can still get, the file cache included."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
 
 
 @contextlib.contextmanager

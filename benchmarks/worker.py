@@ -9,6 +9,7 @@ import logging
 import os
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,6 +20,7 @@ from benchmarks.peers import Site
 
 READY = "ready"
 _ROW_ELEMENTS = 1024
+_ROWS_AT_A_TIME = 16384
 _WARM_UP_ELEMENTS = 16
 
 
@@ -142,11 +144,10 @@ def _make_state(job: Job, rank: int, filled: bool) -> dict[str, Any]:
 
     state: dict[str, Any] = {}
     for name in job.names:
-        if filled:
-            local = _expected(job, name, rank)
-        else:
-            local = torch.empty(_local_rows(job, rank)[1], _ROW_ELEMENTS)
-            local.fill_(0.0)
+        local = torch.zeros(_local_rows(job, rank)[1], _ROW_ELEMENTS)
+        local.fill_(0.0)
+        for rows, content in _expected(job, name, rank) if filled else ():
+            local[rows] = content
         if job.num_ranks > 1:
             mesh = init_device_mesh("cpu", (job.num_ranks,))
             state[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
@@ -161,16 +162,20 @@ def _local_rows(job: Job, rank: int) -> tuple[int, int]:
     return rank * rows, rows
 
 
-def _expected(job: Job, name: str, rank: int) -> Any:
-    """Return what this rank's part of the tensor holds, the same in every process."""
+def _expected(job: Job, name: str, rank: int) -> Iterator[tuple[slice, Any]]:
+    """Yield what this rank's part of the tensor holds, some rows at a time, the same in every process."""
     import torch
 
     index = int(name.removeprefix("layer").removesuffix(".weight"))
     generator = torch.Generator().manual_seed(job.seed * 1000 + index)
-    whole = torch.empty(job.tensor_bytes // (4 * _ROW_ELEMENTS), _ROW_ELEMENTS)
-    whole.view(torch.int64).random_(generator=generator)
-    first, rows = _local_rows(job, rank)
-    return whole[first : first + rows].clone() if job.num_ranks > 1 else whole
+    first, num_rows = _local_rows(job, rank)
+    for begin in range(0, first + num_rows, _ROWS_AT_A_TIME):
+        rows = torch.empty(min(_ROWS_AT_A_TIME, first + num_rows - begin), _ROW_ELEMENTS)
+        rows.view(torch.int64).random_(generator=generator)
+        skipped = max(0, first - begin)
+        if skipped < len(rows):
+            start = begin + skipped - first
+            yield slice(start, start + len(rows) - skipped), rows[skipped:]
 
 
 def _compare(job: Job, rank: int, state: dict[str, Any]) -> None:
@@ -179,8 +184,9 @@ def _compare(job: Job, rank: int, state: dict[str, Any]) -> None:
     for name in job.names:
         got = state[name].to_local() if job.num_ranks > 1 else state[name]
         # As integers: the content is random bits, and a NaN differs from itself.
-        if not torch.equal(got.view(torch.int64), _expected(job, name, rank).view(torch.int64)):
-            raise AssertionError(f"{name} was not loaded bit for bit")
+        for rows, expected in _expected(job, name, rank):
+            if not torch.equal(got[rows].view(torch.int64), expected.view(torch.int64)):
+                raise AssertionError(f"{name} was not loaded bit for bit")
 
 
 def remove(site: Site) -> None:
