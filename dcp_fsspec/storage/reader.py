@@ -267,12 +267,10 @@ class FsspecStorageReader(StorageReader):
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         begin = time.monotonic()
         assignment = plan.storage_data if isinstance(plan.storage_data, fanout.Assignment) else fanout.Assignment()
-        with self._store.stoppable() as stop:
-            self._pace.wait(stop, self._trace)
         if assignment.shares:
             report = self._read_and_share(assignment, plan.items, planner)
         else:
-            report = self._read(plan.items, planner)
+            report = self._read_in_turn(plan.items, planner)
         report.seconds = time.monotonic() - begin
         report.num_requests = self._store.num_requests - self._requests_before
         report.num_retries = self._store.num_retries - self._retries_before
@@ -286,6 +284,11 @@ class FsspecStorageReader(StorageReader):
             report.num_requests,
             report.num_retries,
         )
+
+    def _read_in_turn(self, items: Sequence[ReadItem], planner: LoadPlanner) -> ReadReport:
+        with self._store.stoppable() as stop:
+            self._pace.wait(stop, self._trace)
+        return self._read(items, planner)
 
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> ReadReport:
         if self._metadata is None:
@@ -314,7 +317,8 @@ class FsspecStorageReader(StorageReader):
         )
         report, failure = ReadReport(), None
         try:
-            report = self._read([item for place, item in enumerate(items) if place not in received], planner)
+            own = [item for place, item in enumerate(items) if place not in received]
+            report = self._read_in_turn(own, planner)
         except BaseException as error:
             failure = error
         try:
