@@ -109,7 +109,7 @@ def test_the_commands_know_it(tmp_path: Path) -> None:
     _train(url)
     component = Store(f"{url}/iter_000000003/model")
     assert _shards(component)
-    listed = run(None, "ls", url, "--json").json()
+    listed = run(None, "ls", url, "--json").json
     assert "model" in str(listed)
     run(None, "verify", url)
     run(None, "cp", f"{url}/iter_000000003", str(tmp_path / "copy"))
@@ -119,7 +119,7 @@ def test_the_commands_know_it(tmp_path: Path) -> None:
     run(None, "prune", url, "--keep-latest", "2", "--yes")
     assert Catalog(url).iterations() == [2, 3]
     (tmp_path / "run" / "iter_000000002" / "commit.json").unlink()
-    run(None, "sweep", url, "--yes")
+    run(None, "sweep", url, "--older-than", "0", "--yes")
     assert Catalog(url).iterations() == [3]
     assert sorted(one.name for one in (tmp_path / "run").iterdir() if one.is_dir()) == ["iter_000000003"]
 
