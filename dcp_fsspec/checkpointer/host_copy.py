@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from dcp_fsspec.storage.pace import ranks_here
+
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors, and where each is to be copied."""
 
@@ -35,8 +37,7 @@ def copy_on_host(pairs: Pairs) -> None:
 
 def _num_threads() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return max(1, min(_MAX_THREADS, cores // (ranks * torch.get_num_threads())))
+    return max(1, min(_MAX_THREADS, cores // (ranks_here() * torch.get_num_threads())))
 
 
 def _pieces(source: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -82,7 +82,7 @@ def missing_marks(files: Iterable[str], *, all_standard: bool) -> list[str]:
         if below == names.FILE_NAME:
             marked[component] = True
         elif below.endswith(names.SHARD_SUFFIX):
-            marked.setdefault(component, False)
+            marked.setdefault(names.unspread(component), False)
     if marked.get("") and not all_standard:
         return []
     wanted = [name for name in STANDARD_COMPONENTS if all_standard and name not in marked]

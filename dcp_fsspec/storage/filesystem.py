@@ -210,12 +210,19 @@ class Store(Removing):
 
     # Writing -----------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        """Make the folder where the filesystem has folders. Called by each rank before it writes."""
-        if self.capabilities.local:
-            self.writing("", lambda: local.make_folder(self.root))
-        elif self.capabilities.folders:
-            self.writing("", lambda: self.fs.makedirs(self.root, exist_ok=True))
+    def prepare(self, folders: Sequence[str] = ()) -> None:
+        """Make the folder, and `folders` in it, where the filesystem has folders.
+
+        Called by each rank before it writes.
+        """
+        for path in (self.root, *map(self.path, folders)):
+            if self.capabilities.local:
+                self.writing("", functools.partial(local.make_folder, path))
+            elif self.capabilities.folders:
+                self.writing("", functools.partial(self._make_folder, path))
+
+    def _make_folder(self, path: str) -> None:
+        self.fs.makedirs(path, exist_ok=True)
 
     def publish(self, name: str, buffers: Sequence[Buffer], crc: int) -> None:
         """Make one file of `buffers`, whose CRC32C is `crc`, in one write. Called from any thread.
@@ -366,7 +373,11 @@ class Store(Removing):
         configured = getattr(self.fs, "config_kwargs", {}).get("request_checksum_calculation")
         return configured != "when_required"
 
-    def flush(self) -> None:
-        """Make the names of published files durable. Called once a rank after its last publish."""
+    def flush(self, folders: Sequence[str] = ()) -> None:
+        """Make the names of files published here and in `folders` durable.
+
+        Called once a rank after its last publish.
+        """
         if self.capabilities.local:
-            self.writing("", lambda: local.sync_folder(self.root))
+            for path in (self.root, *map(self.path, folders)):
+                self.writing("", functools.partial(local.sync_folder, path))

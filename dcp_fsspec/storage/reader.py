@@ -31,6 +31,7 @@ from dcp_fsspec.storage.fetching import Source
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.location import checkpoint_id_text
 from dcp_fsspec.storage.opened import SmallFiles, read_checksums, read_metadata
+from dcp_fsspec.storage.pace import Pace
 from dcp_fsspec.storage.progress import ProgressWish
 from dcp_fsspec.storage.reading import ItemReader
 from dcp_fsspec.storage.report import ReadReport, speed_text
@@ -53,6 +54,10 @@ class FsspecStorageReader(StorageReader):
         storage_options: As in fsspec, for the filesystem of `url`.
         filesystem: An fsspec filesystem to use instead, for instance one of obstore.
         max_concurrency: Ranges read at a time by one rank. Default: what suits the store.
+        max_concurrency_per_host: Ranges in flight of all ranks on one host, which share it evenly (torchrun says how
+            many they are, by ``LOCAL_WORLD_SIZE``). Default: each rank counts for itself.
+        stagger_seconds: The ranks begin to read one after the other, spread over so long a time: for a store that
+            would refuse many at once.
         memory_budget_bytes: Memory for everything on its way, beyond the state itself, on one rank.
         retry_seconds: A fault of the store that usually passes (throttling, resets, timeouts) is final when
             nothing has succeeded for so long; 0: at once. Filesystems have retries of their own beneath this.
@@ -81,6 +86,8 @@ class FsspecStorageReader(StorageReader):
         storage_options: Mapping[str, Any] | None = None,
         filesystem: AbstractFileSystem | None = None,
         max_concurrency: int | None = None,
+        max_concurrency_per_host: int | None = None,
+        stagger_seconds: float = 0.0,
         memory_budget_bytes: int = DEFAULT_BUDGET_BYTES,
         retry_seconds: float = DEFAULT_PATIENCE_SECONDS,
         verify: Verify = "read",
@@ -98,6 +105,7 @@ class FsspecStorageReader(StorageReader):
         if verify not in get_args(Verify):
             raise ConfigurationError(f"verify must be one of {get_args(Verify)}, got {verify!r}")
         self._max_concurrency = max_concurrency
+        self._pace = Pace(max_concurrency_per_host, stagger_seconds, process_group)
         self._memory_budget_bytes = memory_budget_bytes
         self._verify = verify
         self._trust_pickle = trust_pickle
@@ -262,7 +270,7 @@ class FsspecStorageReader(StorageReader):
         if assignment.shares:
             report = self._read_and_share(assignment, plan.items, planner)
         else:
-            report = self._read(plan.items, planner)
+            report = self._read_in_turn(plan.items, planner)
         report.seconds = time.monotonic() - begin
         report.num_requests = self._store.num_requests - self._requests_before
         report.num_retries = self._store.num_retries - self._retries_before
@@ -277,6 +285,11 @@ class FsspecStorageReader(StorageReader):
             report.num_retries,
         )
 
+    def _read_in_turn(self, items: Sequence[ReadItem], planner: LoadPlanner) -> ReadReport:
+        with self._store.stoppable() as stop:
+            self._pace.wait(stop, self._trace)
+        return self._read(items, planner)
+
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> ReadReport:
         if self._metadata is None:
             raise AssertionError("read_data comes after set_up_storage_reader")
@@ -289,7 +302,8 @@ class FsspecStorageReader(StorageReader):
             extension_registry=self._extension_registry,
             trace=self._trace,
         )
-        threads = self._store.capabilities.threads_for(self._max_concurrency, reading=True)
+        wanted = self._store.capabilities.threads_for(self._max_concurrency, reading=True)
+        threads = self._pace.threads(wanted)
         with self._store.stoppable() as stop, told(self._progress, here=self._is_coordinator) as callback:
             transfer = Transfer(threads, self._memory_budget_bytes, stop, self._trace)
             return ItemReader(source, planner, transfer, callback).read(items)
@@ -304,7 +318,8 @@ class FsspecStorageReader(StorageReader):
         )
         report, failure = ReadReport(), None
         try:
-            report = self._read([item for place, item in enumerate(items) if place not in received], planner)
+            own = [item for place, item in enumerate(items) if place not in received]
+            report = self._read_in_turn(own, planner)
         except BaseException as error:
             failure = error
         try:

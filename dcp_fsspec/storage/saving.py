@@ -27,12 +27,14 @@ from dcp_fsspec.errors import (
     StorageWriteError,
     UnsafeCheckpointError,
 )
-from dcp_fsspec.storage import checksums, metadata, tracing
+from dcp_fsspec.storage import checksums, metadata, returned, tracing
 from dcp_fsspec.storage.bars import told
 from dcp_fsspec.storage.bulk import collection_held_off
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.framing import is_framed_in_place
 from dcp_fsspec.storage.location import checkpoint_id_text
+from dcp_fsspec.storage.names import folders_of, spread
+from dcp_fsspec.storage.pace import Pace
 from dcp_fsspec.storage.progress import Meter, ProgressWish
 from dcp_fsspec.storage.report import SaveReport, speed_text
 from dcp_fsspec.storage.results import FileResult, Results, by_file
@@ -61,6 +63,8 @@ class SaveOptions:
     extensions: Sequence[StreamTransformExtension]
     progress: ProgressWish
     trace: str | os.PathLike[str] | None = None
+    spread_keys: bool = False
+    pace: Pace = dataclasses.field(default_factory=Pace)
     log_level: int = logging.INFO
     returns_metadata: bool = True
 
@@ -97,7 +101,7 @@ class Save:
         self.report = SaveReport()
         self.trace = tracing.begin("save", self.url, options.trace)
         self._options = options
-        self._threads = store.capabilities.threads_for(options.max_concurrency)
+        self._threads = options.pace.threads(store.capabilities.threads_for(options.max_concurrency))
         self._shard_bytes = options.shard_bytes or store.capabilities.shard_bytes
         self._save_id = checksums.new_save_id(fresh=True)
         self._token = secrets.token_hex(4)
@@ -203,7 +207,7 @@ class Save:
         names: list[str] = []
         parts: list[tuple[int, Upload]] = []
         for number, members in enumerate(pack(sizes, self._file_bytes(sum(sizes), copies))):
-            name = f"{naming.prefix}{number}{naming.suffix}{metadata.SHARD_SUFFIX}"
+            name = self._placed(f"{naming.prefix}{number}{naming.suffix}{metadata.SHARD_SUFFIX}")
             items = [plan.items[member] for member in members]
             names.append(name)
             upload = Upload(self.store, name, items, planner, self._options.extensions, self.trace)
@@ -221,6 +225,10 @@ class Save:
             save_id=self.report.save_id,
         )
         return results
+
+    def _placed(self, name: str) -> str:
+        """Return where the shard file `name` lies in the checkpoint's folder."""
+        return spread(name) if self._options.spread_keys else name
 
     def _in_place(self, plan: SavePlan, planner: SavePlanner) -> bool:
         """Tell whether all tensors are sent from where they lie, without a copy on the host."""
@@ -244,15 +252,16 @@ class Save:
         """Run uploads, given with their bytes."""
         if not parts:
             return Results()
-        self.store.prepare()
+        self.store.prepare(folders_of(names))
         try:
             with self.store.stoppable() as stop, told(self._options.progress, here=self._is_coordinator) as callback:
+                self._options.pace.wait(stop, self.trace)
                 meter = Meter(f"save {self.url}", sum(num_bytes for num_bytes, _ in parts), callback)
                 jobs = (Job(num_bytes * copies, _metered(upload, num_bytes, meter)) for num_bytes, upload in parts)
                 transfer = Transfer(self._threads, self._options.memory_budget_bytes, stop, self.trace)
                 per_file = transfer.run(jobs)
             with self.trace.span("flush"):
-                self.store.flush()
+                self.store.flush(folders_of(names))
         except BaseException:
             self._discard(names)
             raise
@@ -331,8 +340,7 @@ class Save:
         self.report.num_requests = self.store.num_requests - self._requests_before
         self.report.num_retries = self.store.num_retries - self._retries_before
         if self._options.returns_metadata:
-            with collection_held_off():
-                metadata.storage_data = dict(itertools.chain.from_iterable(file.places() for file in files))
+            returned.finish(metadata, files)
         else:
             # DCP sends it to every rank now, which nobody would look at: of a million items that takes longer than
             # all else.

@@ -25,6 +25,7 @@ from torch.futures import Future
 
 from dcp_fsspec.errors import ConfigurationError, DcpFsspecError
 from dcp_fsspec.storage.filesystem import Store
+from dcp_fsspec.storage.pace import Pace
 from dcp_fsspec.storage.progress import ProgressWish
 from dcp_fsspec.storage.report import SaveReport
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
@@ -50,6 +51,12 @@ class FsspecStorageWriter(StorageWriter):
         shard_bytes: Aimed size of a shard file. Must be the same on all ranks. Default: what suits the store,
             8 MiB on object stores, 256 MiB on local disks.
         max_concurrency: Shard files written at a time by one rank. Default: what suits the store.
+        max_concurrency_per_host: Shard files in flight of all ranks on one host, which share it evenly (torchrun says
+            how many they are, by ``LOCAL_WORLD_SIZE``). Default: each rank counts for itself.
+        stagger_seconds: The ranks begin to upload one after the other, spread over so long a time: for a store that
+            would refuse many at once.
+        spread_keys: Put each shard file into one of 256 folders in the checkpoint's, by a hash of its name. Stores
+            that limit requests by the beginning of the key can then share the load out. Any DCP reader follows.
         memory_budget_bytes: Memory for everything on its way, beyond the state itself, on one rank.
         retry_seconds: A fault of the store that usually passes (throttling, resets, timeouts) is final when
             nothing has succeeded for so long; 0: at once. Filesystems have retries of their own beneath this.
@@ -74,6 +81,9 @@ class FsspecStorageWriter(StorageWriter):
         filesystem: AbstractFileSystem | None = None,
         shard_bytes: int | None = None,
         max_concurrency: int | None = None,
+        max_concurrency_per_host: int | None = None,
+        stagger_seconds: float = 0.0,
+        spread_keys: bool = False,
         memory_budget_bytes: int = DEFAULT_BUDGET_BYTES,
         retry_seconds: float = DEFAULT_PATIENCE_SECONDS,
         overwrite: bool = True,
@@ -95,6 +105,8 @@ class FsspecStorageWriter(StorageWriter):
             extensions=tuple(extensions),
             trace=trace,
             progress=progress,
+            spread_keys=spread_keys,
+            pace=Pace(max_concurrency_per_host, stagger_seconds),
         )
         self._store = Store(url, storage_options, filesystem, retry_seconds)
         self._current = _Current()

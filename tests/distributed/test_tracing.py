@@ -134,3 +134,20 @@ def test_staging_and_the_upload_in_the_background_are_traced(tmp_path: Path) -> 
     (staged,) = _read(tmp_path / "traces", "stage")
     assert {"stage", "wait for copies"} <= _names(staged)
     assert _read(tmp_path / "traces", "save")
+
+
+def _save_and_load_in_turn(rank: int, url: str, folder: str) -> None:
+    save(_state(), url, trace=folder, stagger_seconds=0.2, max_concurrency_per_host=4, spread_keys=True)
+    assert_loads(_state(), url)
+    load(_state(), url, trace=folder, stagger_seconds=0.2, max_concurrency_per_host=4)
+
+
+def test_the_ranks_begin_in_turn(four_ranks: RankPool, tmp_path: Path) -> None:
+    values(four_ranks.run(_save_and_load_in_turn, str(tmp_path / "ckpt"), str(tmp_path / "traces")))
+    for verb, begins in (("save", "PUT"), ("load", "GET")):
+        for rank, document in enumerate(_read(tmp_path / "traces", verb)):
+            (turn,) = (span for span in _spans(document) if span["name"] == "wait for the turn")
+            assert turn["args"]["seconds"] == pytest.approx(0.05 * rank)
+            files = [one for one in _spans(document) if one["name"] == begins and ".distcp" in str(one["args"])]
+            assert files
+            assert all(one["ts"] >= turn["ts"] + turn["dur"] for one in files)

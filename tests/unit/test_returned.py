@@ -1,0 +1,86 @@
+"""What ``dcp.save`` returns reads like stock metadata, and is sent to the ranks as columns."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from dcp_fsspec import FsspecStorageWriter
+from dcp_fsspec.storage import metadata_pickle
+from dcp_fsspec.storage.torch_internals import StorageInfo
+
+
+def _stock(folder: Path) -> Metadata:
+    metadata = FileSystemReader(folder).read_metadata()
+    assert metadata.storage_meta is not None
+    metadata.storage_meta.load_id = None  # Made up by the reader.
+    return metadata
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def returned(folder: Path) -> Metadata:
+    state = {"w": torch.randn(300, 70), "small": [torch.arange(3), "text"], "step": 7}
+    made = dcp.save(state, storage_writer=FsspecStorageWriter(folder, shard_bytes=64 << 10))
+    assert isinstance(made, Metadata)
+    return made
+
+
+def test_it_equals_what_stock_torch_reads_either_way_round(returned: Metadata, folder: Path) -> None:
+    stock = _stock(folder)
+    assert returned == stock
+    assert stock == returned
+    assert dict(returned.storage_data) == {**returned.storage_data} == stock.storage_data
+    assert list(returned.storage_data) == list(stock.storage_data)
+    assert len(returned.storage_data) == len(stock.storage_data)
+
+
+def test_it_equals_what_stock_torch_reads_after_it_was_sent_to_a_rank(returned: Metadata, folder: Path) -> None:
+    sent = pickle.loads(pickle.dumps(returned))
+    again = pickle.loads(pickle.dumps(sent))
+    assert sent == again == _stock(folder)
+    assert pickle.loads(pickle.dumps(again)) == again, "also after it was looked at"
+
+
+def test_sending_it_makes_no_entry(returned: Metadata) -> None:
+    sent = pickle.loads(pickle.dumps(returned))
+    assert "data" not in vars(returned.storage_data)
+    assert "data" not in vars(sent.storage_data)
+
+
+def test_copies_of_it_are_its_equals(returned: Metadata) -> None:
+    for twin in (copy.copy(returned), copy.deepcopy(returned), dataclasses.replace(returned)):
+        assert twin == returned
+    fresh = pickle.loads(pickle.dumps(returned))
+    assert copy.copy(fresh.storage_data) == fresh.storage_data.copy() == returned.storage_data
+    assert copy.copy(fresh.state_dict_metadata) == returned.state_dict_metadata
+
+
+def test_what_is_changed_in_it_stays_changed_where_it_is_sent(returned: Metadata) -> None:
+    index, info = MetadataIndex("other", torch.Size([0])), StorageInfo("other.distcp", 0, 10)
+    record = returned.state_dict_metadata.pop("w")
+    returned.state_dict_metadata["v"] = record
+    returned.storage_data.update({index: info})
+    sent = pickle.loads(pickle.dumps(returned))
+    assert sent.storage_data[index] == info
+    assert "w" not in sent.state_dict_metadata
+    assert sent.state_dict_metadata["v"] == record
+    assert sent == returned
+
+
+def test_a_later_save_of_the_metadata_that_a_planner_has_kept_is_as_good(returned: Metadata, folder: Path) -> None:
+    again = pickle.loads(metadata_pickle.dumps(returned, returned.storage_data._files))
+    assert again == _stock(folder)
+    assert type(again.state_dict_metadata) is type(again.storage_data) is dict
