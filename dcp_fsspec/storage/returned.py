@@ -1,61 +1,74 @@
 """What ``dcp.save`` returns on every rank, in a form that does not take longer than the save.
 
 DCP pickles the finished metadata and sends it to all ranks, most of which never look at it. Of a million items, the
-stock objects keep each of them busy for half a minute. These two are read as the dicts that they stand for, and are
-pickled as columns.
+stock objects keep each of them busy for half a minute. What is sent here is the content of ``.metadata``, which is
+opened where somebody looks.
 """
 
-import itertools
 import pickle
 from collections import UserDict
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_fsspec.storage import metadata_pickle
 from dcp_fsspec.storage.bulk import collection_held_off
-from dcp_fsspec.storage.results import FileResult
-from dcp_fsspec.storage.torch_internals import StorageInfo
 
 
-class Records(dict[str, STORAGE_TYPES]):
-    """``Metadata.state_dict_metadata``."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _records, (metadata_pickle.dumps(Metadata(dict(self)), ()),)
-
-
-def _records(data: bytes) -> Records:
-    with collection_held_off():
-        return Records(pickle.loads(data).state_dict_metadata)
-
-
-class Places(UserDict[MetadataIndex, StorageInfo]):
-    """``Metadata.storage_data``. Its entries are made when somebody looks at them.
+class Content:
+    """The content of ``.metadata``, as this job has written it.
 
     Args:
-        files: What was written.
+        data: All of it.
     """
 
-    def __init__(self, files: Sequence[FileResult]) -> None:
-        self._files = files
+    def __init__(self, data: bytes) -> None:
+        self._data = data
 
     @cached_property
-    def data(self) -> dict[MetadataIndex, StorageInfo]:  # type: ignore[override]
-        """The entries. From then on they are what counts: whoever has them may change them."""
+    def opened(self) -> Metadata:
+        """What it says."""
         with collection_held_off():
-            return dict(itertools.chain.from_iterable(file.places() for file in self._files))
+            metadata: Metadata = pickle.loads(self._data)
+        return metadata
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (dict, (self.data,)) if "data" in vars(self) else (Places, (self._files,))
+        return Content, (self._data,)
 
-    def __copy__(self) -> dict[MetadataIndex, StorageInfo]:  # type: ignore[override]
+
+class Part(UserDict[Any, Any]):
+    """One of the two large dicts of a `Metadata`, there as soon as somebody looks at it.
+
+    Args:
+        content: What it is taken from.
+        attribute: Which.
+        known: The dict itself, where it is there already.
+    """
+
+    def __init__(self, content: Content, attribute: str, known: dict[Any, Any] | None = None) -> None:
+        self._content = content
+        self._attribute = attribute
+        self._known = known
+
+    @cached_property
+    def data(self) -> dict[Any, Any]:  # type: ignore[override]
+        """The entries. From then on they are what counts: whoever has them may change them."""
+        return getattr(self._content.opened, self._attribute) if self._known is None else self._known
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (dict, (self.data,)) if "data" in vars(self) else (Part, (self._content, self._attribute))
+
+    def __copy__(self) -> dict[Any, Any]:  # type: ignore[override]
         return dict(self.data)
 
 
-def finish(metadata: Metadata, files: Sequence[FileResult]) -> None:
-    """Complete `metadata` in place, for DCP to send to all ranks."""
-    metadata.state_dict_metadata = Records(metadata.state_dict_metadata)
-    metadata.storage_data = Places(files)
+def finish(metadata: Metadata, data: bytes) -> None:
+    """Complete `metadata` in place, for DCP to send to all ranks.
+
+    Args:
+        metadata: As it was written, all but ``storage_data``.
+        data: Content of its file.
+    """
+    content = Content(data)
+    metadata.state_dict_metadata = Part(content, "state_dict_metadata", dict(metadata.state_dict_metadata))  # type: ignore[assignment]
+    metadata.storage_data = Part(content, "storage_data")

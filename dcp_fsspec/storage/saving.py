@@ -340,7 +340,7 @@ class Save:
         self.report.num_requests = self.store.num_requests - self._requests_before
         self.report.num_retries = self.store.num_retries - self._retries_before
         if self._options.returns_metadata:
-            returned.finish(metadata, files)
+            returned.finish(metadata, content)
         else:
             # DCP sends it to every rank now, which nobody would look at: of a million items that takes longer than
             # all else.
