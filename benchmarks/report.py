@@ -106,6 +106,8 @@ def _about(lines: Sequence[Line]) -> list[str]:
         ("versions", "machines"),
     ).items():
         about += [f"{len(own)} operations on {machines}.", "", f"Versions: {versions}.", ""]
+    if not any(line["gpu"] for line in lines):
+        about += ["No GPU took part: copies from a device to the host, and nccl, were not run.", ""]
     return about
 
 
