@@ -73,15 +73,15 @@ def missing_marks(files: Iterable[str], *, all_standard: bool) -> list[str]:
         files: Names below the folder.
         all_standard: It needs all of the standard components; otherwise one is enough, or one flat DCP checkpoint.
     """
-    marked: dict[str, bool] = {}
+    files = list(files)
+    # Other folders, such as one of pickles of the data loader, are no components.
+    marked = {name.rpartition("/")[0]: True for name in files if name.rpartition("/")[2] == names.FILE_NAME}
     for name in files:
         component, _, below = name.rpartition("/")
         if _OWN_SHARD.fullmatch(below):
             return ["it was written by this package, which completes an iteration by that file"]
-        # Other folders, such as one of pickles of the data loader, are no components.
-        if below == names.FILE_NAME:
-            marked[component] = True
-        elif below.endswith(names.SHARD_SUFFIX):
+        # A component may be called like a folder that spreads keys.
+        if below.endswith(names.SHARD_SUFFIX) and component not in marked:
             marked.setdefault(names.unspread(component), False)
     if marked.get("") and not all_standard:
         return []

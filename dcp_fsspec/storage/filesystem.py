@@ -222,7 +222,13 @@ class Store(Removing):
                 self.writing("", functools.partial(self._make_folder, path))
 
     def _make_folder(self, path: str) -> None:
-        self.fs.makedirs(path, exist_ok=True)
+        try:
+            self.fs.makedirs(path, exist_ok=True)
+        except Exception:
+            # Not every filesystem is content with a folder that another rank makes at the same moment.
+            self.fs.invalidate_cache()
+            if not self.fs.isdir(path):
+                raise
 
     def publish(self, name: str, buffers: Sequence[Buffer], crc: int) -> None:
         """Make one file of `buffers`, whose CRC32C is `crc`, in one write. Called from any thread.

@@ -46,7 +46,8 @@ class Pace:
 
 def ranks_here() -> int:
     """Return how many ranks of the job run on this host, by what the launcher says; 1 if it does not."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    said = os.environ.get("LOCAL_WORLD_SIZE", "").strip()
+    return max(1, int(said)) if said.isdecimal() else 1
 
 
 def share(limit: int, num_ranks: int) -> int:

@@ -286,8 +286,9 @@ class FsspecStorageReader(StorageReader):
         )
 
     def _read_in_turn(self, items: Sequence[ReadItem], planner: LoadPlanner) -> ReadReport:
-        with self._store.stoppable() as stop:
-            self._pace.wait(stop, self._trace)
+        if items:
+            with self._store.stoppable() as stop:
+                self._pace.wait(stop, self._trace)
         return self._read(items, planner)
 
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> ReadReport:

@@ -9,7 +9,7 @@ import collections
 import functools
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -162,6 +162,7 @@ class _Copy:
             transfer = Transfer(threads, self._options.memory_budget_bytes, stop)
             transfer.run(Job(self._cost(file), functools.partial(self._bring, file, there)) for file in files)
         self._compare_sizes(files)
+        self._flush(file.name for file in files)
         # Only now does anything in the target say that it is a checkpoint.
         for name, data in marks.items():
             if there.get(name) != len(data) or self._target.read(name) != data:
@@ -170,8 +171,7 @@ class _Copy:
             else:
                 self._report.num_files_found += 1
                 self._report.num_bytes_found += len(data)
-        for folder in _folders_of(marks):
-            (self._target.child(folder) if folder else self._target).flush()
+        self._flush(marks)
         self._report.copied.append(self._target.url)
 
     # What to copy ----------------------------------------------------------------------------------------
@@ -246,6 +246,10 @@ class _Copy:
         for folder in _folders_of([*marks, *(file.name for file in files)]):
             (self._target.child(folder) if folder else self._target).prepare()
 
+    def _flush(self, names: Iterable[str]) -> None:
+        for folder in _folders_of(names):
+            (self._target.child(folder) if folder else self._target).flush()
+
     # Copying ---------------------------------------------------------------------------------------------
 
     def _cost(self, file: _File) -> int:
@@ -310,8 +314,8 @@ class _Copy:
                 )
 
 
-def _folders_of(names: object) -> list[str]:
-    return sorted({str(name).rpartition("/")[0] for name in names})  # type: ignore[attr-defined]
+def _folders_of(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition("/")[0] for name in names})
 
 
 def _ranges(store: Store, file: _File) -> Iterator[bytes]:

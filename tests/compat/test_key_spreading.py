@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from dcp_fsspec import Catalog, DistributedCheckpointer, FsspecStorageReader, FsspecStorageWriter, StorageWriteError
 from dcp_fsspec.checkpointer import layout
+from dcp_fsspec.storage import local
 from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.names import spread, unspread
 from dcp_fsspec.storage.verifying import verify
@@ -124,10 +127,48 @@ def test_the_commands_know_it(tmp_path: Path) -> None:
     assert sorted(one.name for one in (tmp_path / "run").iterdir() if one.is_dir()) == ["iter_000000003"]
 
 
+class _Racy(LocalFileSystem):
+    """Folders as over SFTP, where another rank makes each of them between the look and the making."""
+
+    cachable = False
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        if not os.path.isdir(path):
+            os.makedirs(path)
+            raise OSError("Failure")
+
+
+def test_ranks_that_make_the_same_folder_at_once_both_go_on(tmp_path: Path) -> None:
+    path = str(tmp_path / "raced")
+    dcp.save(_state(0), storage_writer=FsspecStorageWriter(path, filesystem=_Racy(), **_SHARDS))
+    assert verify(path).ok
+
+
+def test_names_of_copied_shard_files_are_durable_before_the_checkpoint_is_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    dcp.save(_state(0), storage_writer=FsspecStorageWriter(source, **_SHARDS))
+    synced: set[str] = set()
+
+    def sync_folder(path: str) -> None:
+        if not (target / ".metadata").exists() and any(name.endswith(".distcp") for name in os.listdir(path)):
+            synced.add(os.path.relpath(path, target))
+        local_sync(path)
+
+    local_sync = local.sync_folder
+    monkeypatch.setattr(local, "sync_folder", sync_folder)
+    run(None, "cp", str(source), str(target))
+    assert synced == {name.partition("/")[0] for name in _shards(Store(target))}
+
+
 def test_components_of_the_plain_writer_are_complete_as_ever() -> None:
     files = [f"{name}/{file}" for name in layout.STANDARD_COMPONENTS for file in (".metadata", spread("__0_0.distcp"))]
     assert layout.missing_marks(files, all_standard=True) == []
     assert layout.missing_marks([spread("__0_0.distcp"), ".metadata"], all_standard=False) == []
     assert layout.missing_marks(files[:-2] + files[-1:], all_standard=True) == ["trainer/.metadata is missing"]
+    named_alike = ["e1/__0_0.distcp", "e1/.metadata"]
+    assert layout.missing_marks([*files, *named_alike], all_standard=True) == []
+    assert layout.missing_marks(named_alike, all_standard=False) == []
     assert unspread("3f") == ""
     assert unspread("a/model") == "a/model"

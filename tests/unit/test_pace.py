@@ -19,7 +19,7 @@ def test_the_ranks_of_a_host_share_its_limit(monkeypatch: pytest.MonkeyPatch) ->
     assert Pace().threads(32) == 32
 
 
-@pytest.mark.parametrize("said", ["", "0", None])
+@pytest.mark.parametrize("said", ["", "0", " ", "many", None])
 def test_a_launcher_that_says_nothing_means_one_rank(said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if said is not None:

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlanner
 
-from dcp_fsspec import FsspecStorageWriter
+from dcp_fsspec import FsspecStorageReader, FsspecStorageWriter
 from dcp_fsspec.storage.torch_internals import StorageInfo
+from support.tensors import assert_bits_equal
 
 
 def _stock(folder: Path) -> Metadata:
@@ -63,9 +65,15 @@ def test_sending_it_makes_no_entry(returned: Metadata) -> None:
 
 
 def test_copies_of_it_are_its_equals(returned: Metadata) -> None:
+    unseen = pickle.loads(pickle.dumps(returned)).storage_data
+    assert {"v": 1} | unseen == unseen | {"v": 1} == {**returned.storage_data, "v": 1}
     for twin in (copy.copy(returned), copy.deepcopy(returned), dataclasses.replace(returned)):
         assert twin == returned
     fresh = pickle.loads(pickle.dumps(returned))
+    more = {**returned.storage_data, "v": 1}
+    assert fresh.storage_data | {"v": 1} == more
+    assert {"v": 1} | fresh.storage_data == more
+    assert fresh.storage_data | fresh.state_dict_metadata == {**returned.storage_data, **returned.state_dict_metadata}
     assert copy.copy(fresh.storage_data) == fresh.storage_data.copy() == returned.storage_data
     assert copy.copy(fresh.state_dict_metadata) == returned.state_dict_metadata
 
@@ -88,3 +96,17 @@ def test_a_later_save_of_the_metadata_that_a_planner_has_kept_is_as_good(tmp_pat
         planner = DefaultSavePlanner(enable_plan_caching=True)
         made = dcp.save(state, storage_writer=FsspecStorageWriter(tmp_path / name), planner=planner)
         assert made == _stock(tmp_path / name)
+
+
+def test_a_later_save_of_it_by_a_stock_writer_is_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kept in ("_cached_save_plan", "_cached_all_plans", "_cached_global_plan", "_cached_metadata"):
+        monkeypatch.setattr(SavePlanner, kept, {})
+    monkeypatch.setattr(SavePlanner, "_cached_final_save_plan", {})
+    state = {"w": torch.randn(300, 70), "step": 7}
+    writers = [FsspecStorageWriter(tmp_path / "first"), FileSystemWriter(tmp_path / "second")]
+    for writer in writers:
+        dcp.save(state, storage_writer=writer, planner=DefaultSavePlanner(enable_plan_caching=True))
+    assert b"dcp_fsspec" not in (tmp_path / "second" / ".metadata").read_bytes()
+    loaded = {"w": torch.zeros(300, 70), "step": 0}
+    dcp.load(loaded, storage_reader=FsspecStorageReader(tmp_path / "second"))
+    assert_bits_equal(loaded, state)
