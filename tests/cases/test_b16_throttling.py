@@ -89,13 +89,10 @@ def test_b16_final_error_of_one_file_ends_the_retries_of_the_others(proxied_stor
     arguments = {**impatient(proxied_store.storage_options), "retry_seconds": 3600}
     url = proxied_store.below("both")
     throttled = proxy.add(Status(503, "ServiceUnavailable"), operation="PUT", key="*/__0_0.distcp", times=None)
-    proxy.add(
-        Status(403, "AccessDenied"),
-        operation="PUT",
-        key="*/__0_3.distcp",
-        when=lambda _: throttled.fired > 0,
-        times=None,
-    )
+    # Whichever file comes first, the one is refused while the other is being tried again.
+    other = {"operation": "PUT", "key": "*/__0_3.distcp", "times": None}
+    proxy.add(Status(503, "ServiceUnavailable"), when=lambda _: throttled.fired == 0, **other)
+    proxy.add(Status(403, "AccessDenied"), when=lambda _: throttled.fired > 0, **other)
     with fails() as failure:
         save(STATE, url, shard_bytes=SHARD_BYTES, **arguments)
     failure.names(f"{url}/__0_3.distcp", "PermissionError")
