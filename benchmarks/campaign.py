@@ -88,10 +88,11 @@ def _run(job: Job, common: Sequence[str]) -> int:
 def _ranks(short: bool) -> Iterator[Job]:
     # So slow a connection that one rank does not reach the total, and that one machine can run the ranks.
     link = ("--server", "--link", "--rate-mb", "0.5", "--total-mb", "40", "--peers", "dcp_fsspec+s3fs")
-    for layout in ("fsdp",) if short else ("ddp", "fsdp"):
+    # Enough for all connections of all ranks: files have four MiB or more. With ddp each rank holds all of it.
+    states = {"fsdp": "256"} if short else {"ddp": "1024", "fsdp": "2048"}
+    for layout, mib in states.items():
         for num_ranks in (1, 2, 4) if short else (1, 2, 4, 8):
-            # Enough for all connections of a rank: files have four MiB or more.
-            yield Job(num_ranks, ("--state", "256" if short else "1024", "--layout", layout, *link))
+            yield Job(num_ranks, ("--state", mib, "--layout", layout, *link))
 
 
 def _sizes(short: bool) -> Iterator[Job]:

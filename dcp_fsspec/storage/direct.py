@@ -30,7 +30,7 @@ _Origin = tuple[str, str, str | bool | None]
 
 _SMALL_BYTES = 64 << 10
 """Smaller buffers are joined, up to four times as much: each call has a price."""
-_LOOK_MILLISECONDS = 250
+_LOOK_SECONDS = 0.25
 _MAX_IDLE = 64
 _MAX_IDLE_SECONDS = 20.0
 _MAX_ANSWER_BYTES = 64 << 10
@@ -213,15 +213,19 @@ def _await_sent(sock: socket.socket, patience_seconds: float | None) -> None:
     Raises:
         TimeoutError: nothing has left for `patience_seconds`.
     """
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
+    over_tls = isinstance(sock, ssl.SSLSocket)
     left, since = _unsent_bytes(sock), time.monotonic()
-    while left and not poll.poll(_LOOK_MILLISECONDS):
-        now = _unsent_bytes(sock)
-        if now < left:
-            left, since = now, time.monotonic()
-        elif patience_seconds is not None and time.monotonic() - since > patience_seconds:
-            raise TimeoutError(f"the store has taken nothing for {patience_seconds:.0f} s")
+    with select.epoll() as poll:
+        poll.register(sock, select.EPOLLIN | select.EPOLLET)
+        while left:
+            # What comes over TLS need not be an answer: session tickets come as well, at any time.
+            if poll.poll(_LOOK_SECONDS) and not over_tls:
+                return
+            now = _unsent_bytes(sock)
+            if now < left:
+                left, since = now, time.monotonic()
+            elif patience_seconds is not None and time.monotonic() - since > patience_seconds:
+                raise TimeoutError(f"the store has taken nothing for {patience_seconds:.0f} s")
 
 
 def _unsent_bytes(sock: socket.socket) -> int:

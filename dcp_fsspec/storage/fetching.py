@@ -14,7 +14,7 @@ from dcp_fsspec.storage.filesystem import Store
 from dcp_fsspec.storage.landing import Consumer, Layout, give
 from dcp_fsspec.storage.progress import Meter, ProgressCallback
 from dcp_fsspec.storage.ranges import Fetch, Wanted, fetch_bytes_for, merge
-from dcp_fsspec.storage.scratch import MAX_SCRATCH_BYTES, Scratch
+from dcp_fsspec.storage.scratch import MAX_SCRATCH_BYTES
 from dcp_fsspec.storage.torch_internals import ExtensionRegistry
 from dcp_fsspec.storage.tracing import OFF, Trace
 from dcp_fsspec.storage.transfer import Job, Transfer
@@ -24,8 +24,6 @@ _WHOLE_FILE = 1 << 62
 _SMALL_ITEM_BYTES = 128 << 10
 """Handing over a smaller item is mostly work of the interpreter, of which one thread at a time can do any. Several
 that try take the interpreter's lock from each other at each call that lets go of it, and all end later."""
-
-_scratch = Scratch()
 
 
 @dataclass(frozen=True)
@@ -85,10 +83,11 @@ class Fetcher:
         return Job(cost_bytes, functools.partial(self._run, fetch, layout, meter))
 
     def _run(self, fetch: Fetch[Consumer], layout: Layout, meter: Meter) -> None:
-        with self._fetching(fetch):
-            layout.fill(_scratch, functools.partial(self._source.store.read_into, fetch.file, fetch.start))
-        with self._turn(fetch), self._source.trace.span("copy", items=len(fetch.wanted)):
-            layout.hand_over()
+        with self._transfer.scratch.lent(layout.scratch_bytes) as memory:
+            with self._fetching(fetch):
+                layout.fill(memory, functools.partial(self._source.store.read_into, fetch.file, fetch.start))
+            with self._turn(fetch), self._source.trace.span("copy", items=len(fetch.wanted)):
+                layout.hand_over()
         meter.add(fetch.num_bytes)
 
     def _run_large(self, fetch: Fetch[Consumer], meter: Meter) -> None:

@@ -24,7 +24,7 @@ from dcp_fsspec.storage.checksums import crc_of
 from dcp_fsspec.storage.moving import move_over
 from dcp_fsspec.storage.removing import Removing
 from dcp_fsspec.storage.retry import passes
-from dcp_fsspec.storage.scratch import MAX_SCRATCH_BYTES, Scratch
+from dcp_fsspec.storage.scratch import MAX_SCRATCH_BYTES
 from dcp_fsspec.storage.streaming import (
     Source,
     abort_upload,
@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 Buffer = bytes | bytearray | memoryview
 
 _TEMPORARY_SUFFIX = ".tmp-"
-
-_scratch = Scratch()
 
 
 class Store(Removing):
@@ -65,11 +63,11 @@ class Store(Removing):
     def read_range(self, name: str, start: int, stop: int) -> Buffer:
         """Return the bytes [start, stop) of the file `name`, `stop` exclusive, exactly that many.
 
-        They are valid until the same thread reads again. Raises what `read_into` raises.
+        Raises what `read_into` raises.
         """
         if stop - start > MAX_SCRATCH_BYTES:
             return self.reading(name, lambda: self._large(name, start, stop))
-        view = _scratch.take(stop - start)
+        view = memoryview(bytearray(stop - start))
         self.read_into(name, start, [view])
         return view
 
@@ -93,7 +91,7 @@ class Store(Removing):
         return self.client.read_into(path, start, views)
 
     def _large(self, name: str, start: int, stop: int) -> Buffer:
-        """Read what is too large for memory that is kept; nothing is allocated for bytes that are not there."""
+        """Read what may be absurdly large; nothing is allocated for bytes that are not there."""
         data: Buffer = b""
 
         def fetch() -> int:

@@ -14,7 +14,6 @@ import torch
 from dcp_fsspec.storage.filesystem import Buffer
 from dcp_fsspec.storage.framing import is_framed_in_place
 from dcp_fsspec.storage.ranges import Fetch, Wanted
-from dcp_fsspec.storage.scratch import Scratch
 
 MIN_LANDING_BYTES = 64 << 10
 """Less is copied faster than it is placed."""
@@ -70,9 +69,8 @@ class Layout:
         self._starts, self._stops = bounds[::2], bounds[1::2]
         self.scratch_bytes = sum(self._stops) - sum(self._starts)
 
-    def fill(self, scratch: Scratch, read: Callable[[Sequence[memoryview]], None]) -> None:
-        """Let `read` fill the memory; what has no place goes into `scratch`."""
-        memory = scratch.take(self.scratch_bytes)
+    def fill(self, memory: memoryview, read: Callable[[Sequence[memoryview]], None]) -> None:
+        """Let `read` fill all; what has no place goes into `memory`, of `scratch_bytes`, until it is handed over."""
         ends = [0]
         for start, stop in zip(self._starts, self._stops, strict=True):
             ends.append(ends[-1] + stop - start)
@@ -83,7 +81,7 @@ class Layout:
         read(views)
 
     def hand_over(self) -> None:
-        """Tell the consumers that all is there. In the thread that has filled it."""
+        """Tell the consumers that all is there."""
         number = 0
         for one in self._fetch.wanted:
             landing = self._landings.get(id(one))

@@ -8,6 +8,7 @@ worth it; when nothing has succeeded for `patience_seconds`, the fault is final.
 import asyncio
 import errno
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,7 +58,7 @@ _EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "To
 
 def passes(error: BaseException) -> bool:
     """Tell whether trying again can help."""
-    if isinstance(error, _FINAL_CLASSES) or not isinstance(error, Exception):
+    if isinstance(error, _FINAL_CLASSES) or not isinstance(error, Exception) or untrusted(error):
         return False
     if isinstance(error, TimeoutError | asyncio.TimeoutError | ConnectionError | EOFError):
         return True
@@ -71,6 +72,17 @@ def passes(error: BaseException) -> bool:
 def expired(error: BaseException) -> bool:
     """Tell whether the store says that the credentials have expired."""
     return any(code in _EXPIRED_CODES for code in (_code(error), _code(error.__cause__)))
+
+
+def untrusted(error: BaseException | None) -> bool:
+    """Tell whether the store's certificate is not one that we trust, which clients call a failed connection."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _status(error: BaseException) -> int | None:

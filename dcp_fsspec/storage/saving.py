@@ -5,6 +5,7 @@
 
 import dataclasses
 import errno
+import functools
 import itertools
 import logging
 import os
@@ -257,9 +258,11 @@ class Save:
             with self.store.stoppable() as stop, told(self._options.progress, here=self._is_coordinator) as callback:
                 self._options.pace.wait(stop, self.trace)
                 meter = Meter(f"save {self.url}", sum(num_bytes for num_bytes, _ in parts), callback)
-                jobs = (Job(num_bytes * copies, _metered(upload, num_bytes, meter)) for num_bytes, upload in parts)
                 transfer = Transfer(self._threads, self._options.memory_budget_bytes, stop, self.trace)
-                per_file = transfer.run(jobs)
+                per_file = transfer.run(
+                    Job(num_bytes * copies, _metered(functools.partial(upload, transfer.scratch), num_bytes, meter))
+                    for num_bytes, upload in parts
+                )
             with self.trace.span("flush"):
                 self.store.flush(folders_of(names))
         except BaseException:
@@ -375,7 +378,7 @@ class Save:
         self.store.remove_all(self._old_files - current, "the new checkpoint is committed; files of the old one")
 
 
-def _metered(upload: Upload, num_bytes: int, meter: Meter) -> Callable[[], list[WriteResult]]:
+def _metered(upload: Callable[[], list[WriteResult]], num_bytes: int, meter: Meter) -> Callable[[], list[WriteResult]]:
     def run() -> list[WriteResult]:
         results = upload()
         meter.add(num_bytes)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dcp_fsspec.errors import ConfigurationError
+from dcp_fsspec.storage.scratch import Scratch
 from dcp_fsspec.storage.tracing import OFF, Trace
 
 T = TypeVar("T")
@@ -45,6 +46,9 @@ class Transfer:
         budget_bytes: Memory that all running jobs hold together. A job that costs more than all of it runs alone.
         stop: Set at the first failure or interrupt, for jobs that wait for something.
         trace: Where the waiting of the calling thread is recorded.
+
+    Attributes:
+        scratch: Memory that jobs borrow, as far as they have said so in what they cost.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Transfer:
         self._budget_bytes = budget_bytes
         self._stop = stop or threading.Event()
         self._trace = trace
+        self.scratch = Scratch(budget_bytes)
 
     @property
     def max_concurrency(self) -> int:

@@ -13,9 +13,14 @@ from dcp_fsspec.errors import (
     StorageWriteError,
 )
 from dcp_fsspec.storage.location import redact
-from dcp_fsspec.storage.retry import expired
+from dcp_fsspec.storage.retry import expired, untrusted
 
 _DENIED = ". Check the credentials, and the rights to get, put and delete objects there"
+_EXPIRED = ". The credentials have expired: renew them where they come from, the next save reads them again"
+_UNTRUSTED = (
+    ". The store's certificate is not trusted: name the file of the authority that signed it, for S3 by "
+    'storage_options={"client_kwargs": {"verify": "/path/ca.pem"}} or the environment variable AWS_CA_BUNDLE'
+)
 
 NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError)
 
@@ -61,9 +66,7 @@ class Translator:
             if verb == "write" and _precondition_failed(error):
                 raise CheckpointExistsError(f"{where} exists already") from self.cause(error)
             denied = isinstance(error, PermissionError)
-            hint = _DENIED if denied else ""
-            if expired(error):
-                hint = ". The credentials have expired: renew them where they come from, the next save reads them again"
+            hint = _hint(error)
             translated = _FALLBACK[verb](f"cannot {verb} {where}: {self.quote(error)}{hint}")
             translated.errno = errno.EACCES if denied else getattr(error, "errno", None)
             raise translated from self.cause(error)
@@ -77,6 +80,14 @@ class Translator:
         if any(redact(text, self._secrets) != text for text in _texts(error, set())):
             return RuntimeError(self.quote(error))
         return error
+
+
+def _hint(error: Exception) -> str:
+    if expired(error):
+        return _EXPIRED
+    if untrusted(error):
+        return _UNTRUSTED
+    return _DENIED if isinstance(error, PermissionError) else ""
 
 
 def _texts(error: BaseException | None, seen: set[int]) -> Iterator[str]:

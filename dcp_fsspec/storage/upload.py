@@ -19,8 +19,6 @@ from dcp_fsspec.storage.splitting import Piece, item_bytes, whole_of
 from dcp_fsspec.storage.torch_internals import StorageInfo, StreamTransformExtension
 from dcp_fsspec.storage.tracing import OFF, Trace
 
-_scratch = Scratch()
-
 
 class Upload:
     """Frame the items of one shard file and publish it. Runs in a thread."""
@@ -38,10 +36,13 @@ class Upload:
         self._planner, self._extensions = planner, extensions
         self._trace = trace
 
-    def __call__(self) -> list[WriteResult]:
-        """Publish the file, and return where each item lies in it."""
+    def __call__(self, scratch: Scratch) -> list[WriteResult]:
+        """Publish the file, with copies in `scratch`, and return where each item lies in it."""
         # Touched only as far as copies are made; see frame_tensor.
-        copies = HostCopies(_scratch.take(sum(HostCopies.num_bytes(item_bytes(item)) for item in self._items)))
+        with scratch.lent(sum(HostCopies.num_bytes(item_bytes(item)) for item in self._items)) as memory:
+            return self._published(HostCopies(memory))
+
+    def _published(self, copies: HostCopies) -> list[WriteResult]:
         with self._trace.span("frame", items=len(self._items)):
             framed = [self._frame(item, copies) for item in self._items]
         with self._trace.span("checksum"):

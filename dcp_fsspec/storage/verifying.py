@@ -1,9 +1,10 @@
 """Check a whole checkpoint where it lies, without a model: every shard file, every item."""
 
+import contextlib
 import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from dcp_fsspec.storage.opened import read_checksums, read_metadata
 from dcp_fsspec.storage.progress import Meter, ProgressCallback
 from dcp_fsspec.storage.ranges import Fetch, Wanted, merge
 from dcp_fsspec.storage.retry import DEFAULT_PATIENCE_SECONDS
+from dcp_fsspec.storage.scratch import MAX_SCRATCH_BYTES, Scratch
 from dcp_fsspec.storage.torch_internals import StorageInfo
 from dcp_fsspec.storage.transfer import DEFAULT_BUDGET_BYTES, Job, Transfer, check_limits
 
@@ -145,7 +147,8 @@ class _Verification:
         fetches = merge(wanted)
         self._report.num_bytes = sum(fetch.num_bytes for fetch in fetches)
         self._meter = Meter(f"verify {self._store.url}", self._report.num_bytes, self._progress)
-        transfer.run(Job(fetch.num_bytes, functools.partial(self._read, fetch)) for fetch in fetches)
+        read = functools.partial(self._read, transfer.scratch)
+        transfer.run(Job(fetch.num_bytes, functools.partial(read, fetch)) for fetch in fetches)
 
     def _file_fits(self, name: str) -> bool:
         """Note what is wrong with a file as a whole; its items are not read then."""
@@ -183,20 +186,34 @@ class _Verification:
     def _wanted(self, index: MetadataIndex, info: StorageInfo) -> Wanted[MetadataIndex]:
         return Wanted(info.relative_path, info.offset, info.offset + info.length, index)
 
-    def _read(self, fetch: Fetch[MetadataIndex]) -> None:
-        try:
-            data = memoryview(self._store.read_range(fetch.file, fetch.start, fetch.stop))
-        except StorageReadError:
-            raise
-        except DcpFsspecError as error:
-            self._note(fetch.file, None, str(error))
-            return
-        for one in fetch.wanted:
-            try:
-                self._check(one.consumer, one.start, data[one.start - fetch.start : one.stop - fetch.start])
-            except DcpFsspecError as error:
-                self._note(fetch.file, one.consumer.fqn, str(error))
+    def _read(self, scratch: Scratch, fetch: Fetch[MetadataIndex]) -> None:
+        with self._content(scratch, fetch) as data:
+            if data is None:
+                return
+            for one in fetch.wanted:
+                try:
+                    self._check(one.consumer, one.start, data[one.start - fetch.start : one.stop - fetch.start])
+                except DcpFsspecError as error:
+                    self._note(fetch.file, one.consumer.fqn, str(error))
         self._meter.add(fetch.num_bytes)
+
+    @contextlib.contextmanager
+    def _content(self, scratch: Scratch, fetch: Fetch[MetadataIndex]) -> Iterator[memoryview | None]:
+        """Give what was fetched for as long as the context lasts; None, and noted, if the file does not hold it."""
+        is_large = fetch.num_bytes > MAX_SCRATCH_BYTES
+        with scratch.lent(0 if is_large else fetch.num_bytes) as memory:
+            data: memoryview | None = memory
+            try:
+                if is_large:
+                    data = memoryview(self._store.read_range(fetch.file, fetch.start, fetch.stop))
+                else:
+                    self._store.read_into(fetch.file, fetch.start, [memory])
+            except StorageReadError:
+                raise
+            except DcpFsspecError as error:
+                self._note(fetch.file, None, str(error))
+                data = None
+            yield data
 
     def _check(self, index: MetadataIndex, offset: int, data: Buffer) -> None:
         info = self._metadata.storage_data[index]

@@ -27,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from dcp_fsspec.testing.certificates import write_certificate
+
 _LOOPBACK = "127.0.0.1"
 _REGION = "us-east-1"
 _START_TIMEOUT_SECONDS = 60.0
@@ -70,6 +72,7 @@ class _S3Server(_Server):
         self.access_key = "dcp-fsspec"
         self.secret_key = secrets.token_hex(16)
         self._port: int | None = None
+        self._certificate: Path | None = None
 
     @property
     def port(self) -> int:
@@ -81,7 +84,13 @@ class _S3Server(_Server):
     @property
     def endpoint_url(self) -> str:
         """What S3 clients call the endpoint."""
-        return f"http://{_LOOPBACK}:{self.port}"
+        scheme = "http" if self._certificate is None else "https"
+        return f"{scheme}://{_LOOPBACK}:{self.port}"
+
+    @property
+    def certificate(self) -> Path | None:
+        """What clients have to trust, a PEM file; None without TLS."""
+        return self._certificate
 
     def storage_options(self, endpoint_url: str | None = None) -> dict[str, Any]:
         """Return fsspec options for `s3://` URLs on this server.
@@ -89,10 +98,11 @@ class _S3Server(_Server):
         Args:
             endpoint_url: address to use in place of the server's own, such as a proxy in front of it.
         """
+        arguments = {"endpoint_url": endpoint_url or self.endpoint_url, "region_name": _REGION}
         return {
             "key": self.access_key,
             "secret": self.secret_key,
-            "client_kwargs": {"endpoint_url": endpoint_url or self.endpoint_url, "region_name": _REGION},
+            "client_kwargs": {**arguments, **self._trust()},
         }
 
     def boto3_client(self) -> Any:
@@ -110,7 +120,11 @@ class _S3Server(_Server):
             "aws_secret_access_key": self.secret_key,
             "region_name": _REGION,
             "config": Config(s3={"addressing_style": "path"}, connect_timeout=5, read_timeout=30),
+            **self._trust(),
         }
+
+    def _trust(self) -> dict[str, str]:
+        return {} if self._certificate is None else {"verify": str(self._certificate)}
 
 
 class SeaweedServer(_S3Server):
@@ -122,6 +136,7 @@ class SeaweedServer(_S3Server):
         bucket: created at start.
         memory_limit: soft limit of the server's heap, in Go's notation (GOMEMLIMIT).
         data_parent: folder in which the temporary folder is made; the system's choice if None.
+        tls: speak https, with a certificate made for this server (needs `pip install cryptography`).
 
     Raises:
         RuntimeError: by `start`; the server is not installed or did not accept a PUT in time. The message
@@ -134,10 +149,12 @@ class SeaweedServer(_S3Server):
         *,
         memory_limit: str = "400MiB",
         data_parent: str | Path | None = None,
+        tls: bool = False,
     ) -> None:
         super().__init__(bucket)
         self._memory_limit = memory_limit
         self._data_parent = data_parent
+        self._tls = tls
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -186,6 +203,7 @@ class SeaweedServer(_S3Server):
         self._sockets = []
         self._process = None
         self._port = None
+        self._certificate = None
 
     def kill(self) -> None:
         """Kill the server on the spot, as a crash would; `stop` is still due."""
@@ -200,6 +218,9 @@ class SeaweedServer(_S3Server):
         self._port, *other_ports = _free_weed_ports(5)
         self._sockets = _grpc_sockets([self._port, *other_ports])
         command = [program, *self._arguments(self._folder, self._port, other_ports)]
+        if self._tls:
+            self._certificate, key = write_certificate(self._folder)
+            command += [f"-s3.cert.file={self._certificate}", f"-s3.key.file={key}"]
         with open(self._folder / "log", "wb") as log:
             self._process = subprocess.Popen(
                 command,

@@ -9,7 +9,7 @@ import collections
 import functools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -25,7 +25,8 @@ from dcp_fsspec.errors import (
 )
 from dcp_fsspec.storage import metadata
 from dcp_fsspec.storage.checksums import crc_of
-from dcp_fsspec.storage.filesystem import Store
+from dcp_fsspec.storage.filesystem import Buffer, Store
+from dcp_fsspec.storage.names import folders_of
 from dcp_fsspec.storage.opened import read_checksums
 from dcp_fsspec.storage.progress import Meter, ProgressCallback
 from dcp_fsspec.storage.streaming import part_bytes_for
@@ -152,7 +153,7 @@ class _Copy:
         if self._is_another(marks, there):
             self._make_way(there, files)
             there = {name: size for name, size in there.items() if name in {file.name for file in files}}
-        self._prepare(files, marks)
+        self._target.prepare(folders_of([*marks, *(file.name for file in files)]))
         total = sum(file.num_bytes for file in files)
         self._meter = Meter(f"copy {self._source.url}", total, self._options.progress)
         threads = min(
@@ -162,7 +163,7 @@ class _Copy:
             transfer = Transfer(threads, self._options.memory_budget_bytes, stop)
             transfer.run(Job(self._cost(file), functools.partial(self._bring, file, there)) for file in files)
         self._compare_sizes(files)
-        self._flush(file.name for file in files)
+        self._target.flush(folders_of(file.name for file in files))
         # Only now does anything in the target say that it is a checkpoint.
         for name, data in marks.items():
             if there.get(name) != len(data) or self._target.read(name) != data:
@@ -171,7 +172,7 @@ class _Copy:
             else:
                 self._report.num_files_found += 1
                 self._report.num_bytes_found += len(data)
-        self._flush(marks)
+        self._target.flush(folders_of(marks))
         self._report.copied.append(self._target.url)
 
     # What to copy ----------------------------------------------------------------------------------------
@@ -242,14 +243,6 @@ class _Copy:
         last = (metadata.SHARD_SUFFIX, ".json")
         self._target.remove([name for name in there if name not in names and name.endswith(last)])
 
-    def _prepare(self, files: list[_File], marks: Mapping[str, bytes]) -> None:
-        for folder in _folders_of([*marks, *(file.name for file in files)]):
-            (self._target.child(folder) if folder else self._target).prepare()
-
-    def _flush(self, names: Iterable[str]) -> None:
-        for folder in _folders_of(names):
-            (self._target.child(folder) if folder else self._target).flush()
-
     # Copying ---------------------------------------------------------------------------------------------
 
     def _cost(self, file: _File) -> int:
@@ -291,7 +284,7 @@ class _Copy:
         wanted = file.crc if file.crc is not None else crc_of(_ranges(self._source, file))
         return crc_of(_ranges(self._target, file)) == wanted
 
-    def _checked(self, file: _File) -> Iterator[bytes]:
+    def _checked(self, file: _File) -> Iterator[Buffer]:
         """Yield a file's bytes; raise before the last ones are out of hand if they are not those that were written."""
         crc = 0
         for data in _ranges(self._source, file):
@@ -314,21 +307,17 @@ class _Copy:
                 )
 
 
-def _folders_of(names: Iterable[str]) -> list[str]:
-    return sorted({name.rpartition("/")[0] for name in names})
-
-
-def _ranges(store: Store, file: _File) -> Iterator[bytes]:
+def _ranges(store: Store, file: _File) -> Iterator[Buffer]:
     """Yield the content of a file, in ranges of which some are read ahead."""
 
-    def read(start: int) -> bytes:
-        return bytes(store.read_range(file.name, start, min(file.num_bytes, start + _RANGE_BYTES)))
+    def read(start: int) -> Buffer:
+        return store.read_range(file.name, start, min(file.num_bytes, start + _RANGE_BYTES))
 
     starts = range(0, file.num_bytes, _RANGE_BYTES)
     if len(starts) <= 1 or not store.capabilities.threads:
         yield from map(read, starts)
         return
-    ahead: collections.deque[Future[bytes]] = collections.deque()
+    ahead: collections.deque[Future[Buffer]] = collections.deque()
     with ThreadPoolExecutor(_RANGES_AHEAD, thread_name_prefix="dcp_fsspec_copy") as pool:
         try:
             for start in starts:

@@ -158,7 +158,7 @@ def _fetched(folder: Store, name: str, placed: list[Placed], meter: Meter) -> di
 
     def fetch(one: Placed, start: int, stop: int) -> None:
         payload = framing.payload_of(tensors[one.entry.name])
-        payload[start - one.start : stop - one.start] = bytes(folder.read_range(name, start, stop))
+        payload[start - one.start : stop - one.start] = folder.read_range(name, start, stop)
         meter.add(stop - start)
 
     def jobs() -> Iterator[Job[None]]:

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from dcp_fsspec.storage import direct
 from dcp_fsspec.storage.retry import passes
 from dcp_fsspec.storage.signing import Signed, _seconds, signer_of
+from dcp_fsspec.testing.certificates import write_certificate
 
 BODY = bytes(range(200))
 
@@ -193,15 +195,23 @@ def test_connections_are_closed_when_the_interpreter_ends() -> None:
 class _NarrowServer(_Server):
     """Takes a body at a trickle, and answers when it has all of it; or stops in the middle."""
 
-    def __init__(self, num_bytes: int, stops: bool) -> None:
+    def __init__(self, num_bytes: int, stops: bool, certificate: tuple[Path, Path] | None) -> None:
         super().__init__([[b""]], waits=True)
         self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
         self._num_bytes = num_bytes
         self._stops = stops
         self._let_go = threading.Event()
+        self._trust = None
+        if certificate is not None:
+            self.url = self.url.replace("http:", "https:")
+            self._trust = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._trust.load_cert_chain(*certificate)
 
     def run(self) -> None:
         connection, _ = self._listening.accept()
+        if self._trust is not None:
+            # Its session tickets reach the client before any answer.
+            connection = self._trust.wrap_socket(connection, server_side=True)
         with connection:
             left = self._num_bytes
             while left > 0 and not (self._stops and left < self._num_bytes // 2):
@@ -209,6 +219,7 @@ class _NarrowServer(_Server):
                 self._let_go.wait(0.02)
             if self._stops:
                 self._let_go.wait(60)
+                return
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
 
     def close(self) -> None:
@@ -216,14 +227,16 @@ class _NarrowServer(_Server):
         super().close()
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
 @pytest.mark.parametrize("stops", [False, True])
-def test_time_to_answer_begins_when_the_last_byte_has_left(stops: bool) -> None:
+def test_time_to_answer_begins_when_the_last_byte_has_left(stops: bool, scheme: str, tmp_path: Path) -> None:
     """The kernel takes far more at once than a narrow line carries within that time."""
     body = bytes(1 << 20)
-    server = _NarrowServer(len(body), stops)
+    certificate = write_certificate(tmp_path) if scheme == "https" else None
+    server = _NarrowServer(len(body), stops, certificate)
     server.start()
     with contextlib.closing(server):
-        signed = Signed(server.url, read_seconds=0.5)
+        signed = Signed(server.url, read_seconds=0.5, verify=str(certificate[0]) if certificate else None)
         if stops:
             with pytest.raises(TimeoutError):
                 direct.put(signed, [body])

@@ -11,7 +11,6 @@ from dcp_fsspec.storage.clients import scatter
 from dcp_fsspec.storage.filesystem import Buffer
 from dcp_fsspec.storage.landing import Consumer, Landing, Layout
 from dcp_fsspec.storage.ranges import Wanted, merge
-from dcp_fsspec.storage.scratch import Scratch
 
 FILE = bytes(range(200))
 
@@ -44,7 +43,7 @@ class _Place:
 def _fetch(places: Sequence[_Place]) -> int:
     (fetch,) = merge([place.wanted for place in places])
     layout = Layout(fetch)
-    layout.fill(Scratch(), functools.partial(scatter, FILE[fetch.start : fetch.stop]))
+    layout.fill(memoryview(bytearray(layout.scratch_bytes)), functools.partial(scatter, FILE[fetch.start : fetch.stop]))
     layout.hand_over()
     return layout.scratch_bytes
 
