@@ -159,12 +159,15 @@ class _Preview(pickle.Unpickler):
         return _Anything if known is None else known
 
     def persistent_load(self, pid: Any) -> _Storage:
-        kind, storage_type, key, _, num_elements = pid
+        kind, storage_type, key, location, num_elements = pid
         num_bytes = self._sizes.get(key)
         if kind != "storage" or not isinstance(storage_type, _StorageType) or num_bytes is None:
             raise PreviewError("it refers to a storage that is not in the archive")
         if type(num_elements) is not int or not 0 <= num_elements * storage_type.itemsize <= num_bytes:
             raise PreviewError(f"it says {num_elements} elements of a storage of {num_bytes} bytes")
+        if type(location) is not str:
+            raise PreviewError("it says nothing of the device of a storage")
+        torch.device(location)  # It knows the names of all that there are.
         return _Storage(num_elements * storage_type.itemsize, storage_type.itemsize)
 
 

@@ -124,8 +124,9 @@ class _Direct:
         try:
             direct.put(signed, buffers)
         except _WANTS_MORE as refusal:
+            is_fresh = time.monotonic() - signed.signed_at < _FRESH_SECONDS
             self._usual.put(path, buffers, **options)
-            self._give_up(signed, refusal)
+            self._give_up(is_fresh, refusal)
         self._fs.invalidate_cache(path)
 
     def read_into(self, path: str, start: int, views: Sequence[memoryview]) -> int:
@@ -135,8 +136,9 @@ class _Direct:
         try:
             return direct.get_into(signed, start, views)
         except _WANTS_MORE as refusal:
+            is_fresh = time.monotonic() - signed.signed_at < _FRESH_SECONDS
             num_bytes = self._usual.read_into(path, start, views)
-            self._give_up(signed, refusal)
+            self._give_up(is_fresh, refusal)
             return num_bytes
 
     def _signed(self, method: str, sign: Callable[[], Signed | None]) -> Signed | None:
@@ -150,10 +152,10 @@ class _Direct:
             logger.debug("no request can be signed: %s", type(error).__name__)
             return None
 
-    def _give_up(self, signed: Signed, refusal: Exception) -> None:
+    def _give_up(self, is_fresh: bool, refusal: Exception) -> None:
         if isinstance(refusal, direct.RefusedError) and refusal.status in _OF_THE_MOMENT:
             return
-        if time.monotonic() - signed.signed_at > _FRESH_SECONDS:
+        if isinstance(refusal, direct.RefusedError) and not is_fresh:
             # The credentials have changed since it was signed.
             self._signer.forget()
             return
@@ -230,10 +232,11 @@ class Body:
     def __len__(self) -> int:
         return self._num_bytes
 
-    async def __aiter__(self) -> AsyncIterator[memoryview]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         for view in self._views:
             for start in range(0, len(view), _CHUNK_BYTES):
-                yield view[start : start + _CHUNK_BYTES]
+                # A copy: a transport that is closed may still send, later, what it was given last.
+                yield bytes(view[start : start + _CHUNK_BYTES])
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to a byte, as in a file."""

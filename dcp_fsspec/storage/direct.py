@@ -31,6 +31,7 @@ _Origin = tuple[str, str, str | bool | None]
 _SMALL_BYTES = 64 << 10
 """Smaller buffers are joined, up to four times as much: each call has a price."""
 _LOOK_SECONDS = 0.25
+_HANGS_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _MAX_IDLE = 64
 _MAX_IDLE_SECONDS = 20.0
 _MAX_ANSWER_BYTES = 64 << 10
@@ -213,18 +214,23 @@ def _await_sent(sock: socket.socket, patience_seconds: float | None) -> None:
     Raises:
         TimeoutError: nothing has left for `patience_seconds`.
     """
-    over_tls = isinstance(sock, ssl.SSLSocket)
     left, since = _unsent_bytes(sock), time.monotonic()
+    if not left:
+        return
+    # What comes over TLS need not be an answer: session tickets come as well, at any time.
+    ends = _HANGS_UP if isinstance(sock, ssl.SSLSocket) else _HANGS_UP | select.EPOLLIN
+    heard = 0
     with select.epoll() as poll:
-        poll.register(sock, select.EPOLLIN | select.EPOLLET)
-        while left:
-            # What comes over TLS need not be an answer: session tickets come as well, at any time.
-            if poll.poll(_LOOK_SECONDS) and not over_tls:
-                return
+        poll.register(sock, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
+        while left and not heard & ends:
+            for _, event in poll.poll(_LOOK_SECONDS):
+                heard |= event
             now = _unsent_bytes(sock)
             if now < left:
                 left, since = now, time.monotonic()
             elif patience_seconds is not None and time.monotonic() - since > patience_seconds:
+                if heard:
+                    return  # Perhaps an answer after all.
                 raise TimeoutError(f"the store has taken nothing for {patience_seconds:.0f} s")
 
 

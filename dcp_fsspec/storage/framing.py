@@ -103,10 +103,20 @@ class _Recorder(io.RawIOBase):
         return b"".join(self._parts)
 
 
+@functools.cache
+def _has_name(dtype: torch.dtype) -> bool:
+    """Tell whether torch's files have a word for `dtype`: for torch.int4 and others below a byte they have none."""
+    try:
+        torch.save(torch.empty(0, dtype=dtype), io.BytesIO())
+    except KeyError:
+        return False
+    return True
+
+
 @functools.lru_cache(maxsize=8192)
 def template(dtype: torch.dtype, shape: tuple[int, ...]) -> Template | None:
     """Return the template of a contiguous CPU tensor, or None where a frame has no single payload."""
-    if dtype in QUANTIZED or not math.prod(shape):
+    if dtype in QUANTIZED or not math.prod(shape) or not _has_name(dtype):
         return None
     try:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")  # Its memory is never touched.
@@ -149,6 +159,8 @@ def frame_tensor(tensor: torch.Tensor, copies: HostCopies | None = None) -> list
     tensor = tensor.detach()
     if not _is_plain(tensor):
         return [_frame_by_torch(tensor.cpu())]
+    if not _has_name(tensor.dtype):
+        raise IncompatibleStateError(f"torch.save has no word for {tensor.dtype}; save a view of it as torch.uint8")
     if not is_framed_in_place(tensor):
         tensor = (copies or HostCopies(memoryview(b""))).copy(tensor)
     made = template(tensor.dtype, tuple(tensor.shape))

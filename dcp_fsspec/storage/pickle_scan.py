@@ -1,9 +1,10 @@
 """Look through a pickle before it is run, for what an allow-list of globals does not stop.
 
-Three tricks need no dangerous global. A single opcode may make the unpickler's memo as large as it likes, and so take
-all memory; a tuple nested a hundred thousand times deep, used as a key, overflows the C stack when it is hashed; and
-one long list, written once, may be handed to thousands of calls, each of which copies it. This scan runs nothing: it
-follows the opcodes, and with them how deep each tuple on the stack is and how much each container holds.
+Four tricks need no dangerous global. A single opcode may make the unpickler's memo as large as it likes, and so take
+all memory; a tuple nested a hundred thousand times deep, used as a key, overflows the C stack when it is hashed; one
+long list, written once, may be handed to thousands of calls, each of which copies it; and a class or function that a
+pickle names may be given attributes, which stay. This scan runs nothing: it follows the opcodes, and with them how deep
+each tuple on the stack is, how much each container holds, and what was named.
 """
 
 import pickletools
@@ -28,6 +29,8 @@ _FIXED = {"uint1": 1, "uint2": 2, "int4": 4, "uint4": 4, "uint8": 8, "float8": 8
 _PUSH_GET = {"BINGET", "LONG_BINGET"}
 _PUT = {"BINPUT", "LONG_BINPUT"}
 _REFUSED = {"PERSID", "EXT1", "EXT2", "EXT4", "INST", "OBJ", "NEXT_BUFFER", "READONLY_BUFFER"}
+# The memo in the words of protocol 0, which nobody has written for decades.
+_REFUSED |= {"GET", "PUT"}
 
 
 _MARK = -1
@@ -36,6 +39,10 @@ _Effect = Callable[["_Machine"], None]
 
 class ScanError(ValueError):
     """The pickle was refused. Nothing was run."""
+
+
+class LastingChangeError(ScanError):
+    """It would change what lives on after it."""
 
 
 class _Sized(int):
@@ -48,6 +55,10 @@ def _sized(size: int, depth: int = 0) -> _Sized:
     value = _Sized(depth)
     value.size = size
     return value
+
+
+class _Named(int):
+    """A class, a function or another thing that lasts, of which the pickle says the name."""
 
 
 class _Machine:
@@ -135,7 +146,8 @@ class _Machine:
 
     def build(self) -> None:
         self._copy(_size(*self._pop(1)))
-        self._top()
+        if isinstance(self._top(), _Named):
+            raise LastingChangeError("it tries to change a class or a function")
 
     def _copy(self, size: int) -> None:
         self._left -= size
@@ -145,6 +157,12 @@ class _Machine:
     def replace(self, count: int) -> None:
         self._pop(count)
         self.stack.append(0)
+
+    def name(self, count: int) -> None:
+        """Replace the parts of a name, if they are on the stack, by what it stands for."""
+        if count:
+            self._pop(count)
+        self.stack.append(_Named())
 
     def drop(self, count: int) -> None:
         self._pop(count)
@@ -213,7 +231,8 @@ _EFFECTS: dict[str, _Effect] = {
     "NEWOBJ": lambda machine: machine.call(2),
     "NEWOBJ_EX": lambda machine: machine.call(3),
     "BINPERSID": lambda machine: machine.replace(1),
-    "STACK_GLOBAL": lambda machine: machine.replace(2),
+    "GLOBAL": lambda machine: machine.name(0),
+    "STACK_GLOBAL": lambda machine: machine.name(2),
 }
 
 

@@ -75,13 +75,17 @@ def expired(error: BaseException) -> bool:
 
 
 def untrusted(error: BaseException | None) -> bool:
-    """Tell whether the store's certificate is not one that we trust, which clients call a failed connection."""
+    """Tell whether the store's certificate is not one that we trust, which clients call a failed connection.
+
+    Only causes count: what was being handled when `error` came up may have been another store.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, ssl.SSLCertVerificationError):
             return True
         seen.add(id(error))
-        error = error.__cause__ or error.__context__
+        # Botocore puts the cause among the arguments of the message.
+        error = error.__cause__ or getattr(error, "kwargs", {}).get("error")
     return False
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from dcp_fsspec.errors import CorruptCheckpointError, UnsafeCheckpointError
-from dcp_fsspec.storage.pickle_scan import MAX_SCANNED_BYTES, scan
+from dcp_fsspec.storage.pickle_scan import MAX_SCANNED_BYTES, LastingChangeError, scan
 from dcp_fsspec.storage.torch_internals import (
     MemoryFormat,
     OldMemoryFormat,
@@ -90,30 +90,32 @@ def _joined(*parts: str) -> str:
 
 
 @contextmanager
-def _classes_unchanged() -> Iterator[None]:
-    """Undo and report changes to the classes themselves: a pickle can set attributes on what it can name."""
-    classes = set(_RECORDS.values())
-    before = {cls: dict(vars(cls)) for cls in classes}
+def _nothing_lasting_changed() -> Iterator[None]:
+    """Undo and report changes to the classes themselves and to members of enumerations: a pickle can set attributes.
+
+    What a member says of itself goes into all that is pickled later.
+    """
+    before = [(one, dict(vars(one))) for one in (*_RECORDS.values(), *MemoryFormat, *OldMemoryFormat)]
     try:
         yield
     finally:
-        changed = [cls for cls in classes if not _same(before[cls], dict(vars(cls)))]
-        for cls in changed:
-            _restore(cls, before[cls])
+        changed = [(one, was) for one, was in before if not _same(was, dict(vars(one)))]
+        for one, was in changed:
+            _restore(one, was)
     if changed:
-        raise UnsafeCheckpointError(f"it tries to change the class {changed[0].__qualname__}")
+        raise UnsafeCheckpointError(f"it tries to change {changed[0][0]!r}")
 
 
 def _same(before: dict[str, Any], after: dict[str, Any]) -> bool:
     return before.keys() == after.keys() and all(before[name] is after[name] for name in before)
 
 
-def _restore(cls: type, before: dict[str, Any]) -> None:
-    for name in set(vars(cls)) - before.keys():
-        delattr(cls, name)
+def _restore(one: Any, before: dict[str, Any]) -> None:
+    for name in set(vars(one)) - before.keys():
+        delattr(one, name)
     for name, value in before.items():
-        if vars(cls).get(name) is not value:
-            setattr(cls, name, value)
+        if vars(one).get(name) is not value:
+            setattr(one, name, value)
 
 
 def loads(data: bytes, where: str) -> dcp.Metadata:
@@ -130,9 +132,9 @@ def loads(data: bytes, where: str) -> dcp.Metadata:
     try:
         if len(data) <= MAX_SCANNED_BYTES:
             scan(data)
-        with _classes_unchanged():
+        with _nothing_lasting_changed():
             loaded = _MetadataUnpickler(io.BytesIO(data)).load()
-    except UnsafeCheckpointError as error:
+    except (UnsafeCheckpointError, LastingChangeError) as error:
         raise UnsafeCheckpointError(f"{where} was refused: {error}") from None
     except Exception as error:
         raise CorruptCheckpointError(

@@ -58,8 +58,8 @@ class Scratch:
         num_bytes = -(-num_bytes // _GRAIN_BYTES) * _GRAIN_BYTES
         with self._lock:
             place = bisect.bisect_left(self._kept, num_bytes, key=len)
-            # A much larger one would be more than half idle, and what is lent would no longer fit in the limit.
-            if place < len(self._kept) and len(self._kept[place]) <= 2 * num_bytes:
+            # With much larger ones, what is lent would no longer fit in the limit.
+            if place < len(self._kept) and len(self._kept[place]) <= num_bytes + num_bytes // 8:
                 return self._kept.pop(place)
             # What is kept is of no use here, and in the way if there is no room for both.
             while self._kept and self._num_bytes + num_bytes > self._limit_bytes:

@@ -18,8 +18,9 @@ from dcp_fsspec.storage.retry import expired, untrusted
 _DENIED = ". Check the credentials, and the rights to get, put and delete objects there"
 _EXPIRED = ". The credentials have expired: renew them where they come from, the next save reads them again"
 _UNTRUSTED = (
-    ". The store's certificate is not trusted: name the file of the authority that signed it, for S3 by "
-    'storage_options={"client_kwargs": {"verify": "/path/ca.pem"}} or the environment variable AWS_CA_BUNDLE'
+    ". The store's certificate is not trusted. If it is the right store and another authority has signed it, name the "
+    'file of that one, for S3 by storage_options={"client_kwargs": {"verify": "/path/ca.pem"}} or the environment '
+    "variable AWS_CA_BUNDLE"
 )
 
 NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError)

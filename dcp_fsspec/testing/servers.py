@@ -171,8 +171,8 @@ class SeaweedServer(_S3Server):
         """Start the server and wait until its bucket takes a PUT."""
         program = _find_weed()
         for attempt in range(_START_ATTEMPTS):
-            self._launch(program)
             try:
+                self._launch(program)
                 self._wait_until_writable()
             except _ExitedEarlyError:
                 # Most likely another process took one of the ports; a new choice cures that.

@@ -22,6 +22,7 @@ from dcp_fsspec.errors import (
     CorruptCheckpointError,
     StorageWriteError,
     UncommittedCheckpointError,
+    UnsafeCheckpointError,
 )
 from dcp_fsspec.storage import metadata
 from dcp_fsspec.storage.checksums import crc_of
@@ -93,6 +94,7 @@ def copy_checkpoint(source: Store, target: Store, options: CopyOptions | None = 
         CheckpointNotFoundError: there is nothing to copy, or no bucket to copy to.
         UncommittedCheckpointError: the source was never completed.
         CheckpointExistsError: another checkpoint stands in the target; nothing was changed.
+        UnsafeCheckpointError: a file's name in the source leads out of its folder. Nothing was changed.
         CorruptCheckpointError: a file of the source is missing or not the one that was written. The copy is not valid.
         StorageReadError, StorageWriteError: a store failed. The copy is not valid; run again, it goes on.
     """
@@ -147,13 +149,17 @@ class _Copy:
 
     def run(self) -> None:
         self._sizes = self._source.list_files()
+        self._check_names()
         marks = self._read_marks()
         files = self._files_to_copy(marks)
         there = self._target.list_files()
         if self._is_another(marks, there):
             self._make_way(there, files)
             there = {name: size for name, size in there.items() if name in {file.name for file in files}}
-        self._target.prepare(folders_of([*marks, *(file.name for file in files)]))
+        folders = folders_of([*marks, *(file.name for file in files)])
+        for folder in filter(None, folders):
+            self._target.child(folder)  # A name that the target cannot take is refused before anything is there.
+        self._target.prepare(folders)
         total = sum(file.num_bytes for file in files)
         self._meter = Meter(f"copy {self._source.url}", total, self._options.progress)
         threads = min(
@@ -176,6 +182,13 @@ class _Copy:
         self._report.copied.append(self._target.url)
 
     # What to copy ----------------------------------------------------------------------------------------
+
+    def _check_names(self) -> None:
+        for name in self._sizes:
+            if name.startswith("/") or ".." in name.split("/"):
+                raise UnsafeCheckpointError(
+                    f"{self._source.url} holds {name!r}, which a copy would put outside of its folder; remove it there"
+                )
 
     def _read_marks(self) -> dict[str, bytes]:
         """Return the files that make the checkpoint valid, in the order in which they are to be written."""

@@ -158,6 +158,14 @@ def test_b38_what_could_not_be_loaded_again_is_refused_at_the_save(tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shape", [(8,), (0,)])
+def test_b38_an_element_type_that_files_have_no_word_for_is_refused(url: str, shape: tuple[int, ...]) -> None:
+    with fails() as failure:
+        save({"deep.w": torch.empty(shape, dtype=torch.int4)}, url)
+    assert isinstance(failure.causes[0], IncompatibleStateError)
+    failure.names("deep.w", "torch.int4", "torch.uint8")
+
+
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
 def test_b38_a_sparse_target_is_refused_rather_than_left_empty(url: str, layout: str) -> None:
     """B38: a dense tensor is stored, the target is sparse."""

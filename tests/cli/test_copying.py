@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dcp_fsspec import Catalog, CorruptCheckpointError
+from dcp_fsspec import Catalog, CorruptCheckpointError, UnsafeCheckpointError
 from dcp_fsspec.storage.filesystem import Store as PackageStore
 from dcp_fsspec.tools.copying import CopyOptions, copy_checkpoint
 from support.checkpoints import assert_loads, folder_files
@@ -112,6 +112,17 @@ def test_damage_in_the_source_is_not_copied(store: Store, place: Any, tmp_path: 
         # What the store copies by itself is looked at when it is asked for.
         run(store, "cp", f"{root}/iter_000000002", store.below("copy"), "--verify", code=4)
         assert "copy/commit.json" not in store.raw_list()
+
+
+def test_a_name_that_leads_out_of_the_folder_is_refused_before_anything_is_copied(
+    moto_server: Any, moto_client: Any, place: Any, tmp_path: Any
+) -> None:
+    moto = S3Store(moto_client, moto_server.bucket, moto_server.storage_options())
+    root = place(moto, "ours")
+    moto.raw_write("run/iter_000000002/../../../evil", b"evil")
+    with pytest.raises(UnsafeCheckpointError, match=r"\.\./evil"):
+        copy_checkpoint(PackageStore(root, moto.storage_options), PackageStore(str(tmp_path / "a" / "b" / "c")))
+    assert not (tmp_path / "a" / "evil").exists()
 
 
 @pytest.mark.parametrize("store", ["file", "seaweed"], indirect=True)

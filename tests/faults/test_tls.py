@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from crc32c import crc32c
 from dcp_fsspec import StorageReadError, StorageWriteError
 from dcp_fsspec.storage import direct
 from dcp_fsspec.storage.filesystem import Store
+from dcp_fsspec.storage.retry import passes
 from dcp_fsspec.storage.translation import Translator
 from dcp_fsspec.testing.servers import SeaweedServer
 from support.checkpoints import assert_loads, save
@@ -62,7 +64,20 @@ def test_certificate_that_nobody_vouches_for_is_final_and_says_what_to_do(
     assert set(ours.list_files()) == {"old"}
 
 
-def test_other_failures_of_tls_say_nothing_of_trust() -> None:
+@pytest.mark.parametrize(
+    "failure", [ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong version number"), ConnectionResetError("reset")]
+)
+def test_other_failures_say_nothing_of_trust_and_pass(failure: OSError) -> None:
+    """Also while a certificate is being handled: of another store, or of another way to the same one."""
+
+    def fail() -> None:
+        try:
+            raise ssl.SSLCertVerificationError(1, "self-signed certificate")
+        except ssl.SSLCertVerificationError:
+            raise failure  # noqa: B904
+
     with pytest.raises(StorageReadError) as caught, Translator(()).translated("read", "s3://b/k"):
-        raise OSError("the connection failed")
+        fail()
     assert "trusted" not in str(caught.value)
+    assert failure.__context__ is not None
+    assert passes(failure) == isinstance(failure, ConnectionResetError)

@@ -141,6 +141,12 @@ PROGRAMS = {
     "a codec of one's own": call("_codecs encode", b"X\1\0\0\0aX\4\0\0\0evil"),
     "a method put on a dict": b"\x80\2ccollections\nOrderedDict\n)R}X\x0c\0\0\0__setstate__cos\nsystem\nsb"
     b"X\4\0\0\0trueb.",
+    "a huge memo, in the words of long ago": b"\x80\2K\1p2147483647\n.",
+    "a class that stays changed": b"\x80\2ccollections\nCounter\nN}X\6\0\0\0updateK\1s\x86b.",
+    "a type of storage that stays changed": b"\x80\2ctorch\nFloatStorage\n}X\x08\0\0\0itemsizeK\0sb.",
+    "a function that stays changed": b"\x80\2c_codecs\nencode\nN}X\x0c\0\0\0__defaults__Ns\x86b.",
+    "a storage on no device": b"\x80\2" + storage().replace(b"X\3\0\0\0cpu", b"}") + b".",
+    "a storage on a device that nobody has": b"\x80\2" + storage().replace(b"\3\0\0\0cpu", b"\3\0\0\0xyz") + b".",
     "a call of os.system": call("os system", b"X\4\0\0\0true"),
     "no end": b"\x80\2K\1",
 }

@@ -128,6 +128,18 @@ def test_a_dotted_name_reaches_nothing() -> None:
         metadata.decode(hidden, URL)
 
 
+@pytest.mark.parametrize("padding", [0, 2 << 20])
+def test_what_metadata_says_of_memory_formats_cannot_be_changed(padding: int) -> None:
+    """Otherwise all that is saved later would say it."""
+    member = TensorProperties(torch.float32).__getstate__()[3]  # type: ignore[no-untyped-call]
+    before = dict(vars(member))
+    text = b"\x80\4ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\0\x85R"
+    text += b"}\x8c\7_value_K\5s\x8c\6_name_\x8c\1xsb" + b"B" + padding.to_bytes(4, "little") + bytes(padding) + b"0."
+    with pytest.raises(UnsafeCheckpointError, match="tries to change"):
+        metadata.decode(text, URL)
+    assert dict(vars(member)) == before
+
+
 def test_classes_cannot_be_changed() -> None:
     before = dict(vars(Metadata))
     # BUILD with (None, {name: value}) sets attributes on whatever lies on the stack, here a class.
@@ -136,7 +148,7 @@ def test_classes_cannot_be_changed() -> None:
         b"N}\x8c\x07version\x8c\x04evil\x73\x86\x62."
     )
     text = text.replace(b"\x8c\x26", b"\x8c" + bytes([len("torch.distributed.checkpoint.metadata")]))
-    with pytest.raises(UnsafeCheckpointError, match="change the class"):
+    with pytest.raises(UnsafeCheckpointError, match="tries to change"):
         metadata.decode(text, URL)
     assert dict(vars(Metadata)) == before
 
@@ -215,10 +227,13 @@ def test_nonsense_is_named_as_damage(name: str) -> None:
         metadata.decode(data_of(NONSENSE[name]), URL)
 
 
-def test_a_huge_memo_is_not_made() -> None:
+@pytest.mark.parametrize(
+    "put", [pytest.param(b"r\xff\xff\xff\x7f", id="binary"), pytest.param(b"p2147483647\n", id="text")]
+)
+def test_a_huge_memo_is_not_made(put: bytes) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CorruptCheckpointError, match="memo"):
-        metadata.decode(b"\x80\x04K\x01r\xff\xff\xff\x7f.", URL)
+    with pytest.raises(CorruptCheckpointError, match=r"memo|opcode"):
+        metadata.decode(b"\x80\x04K\x01" + put + b".", URL)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 

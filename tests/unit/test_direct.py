@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -193,13 +194,13 @@ def test_connections_are_closed_when_the_interpreter_ends() -> None:
 
 
 class _NarrowServer(_Server):
-    """Takes a body at a trickle, and answers when it has all of it; or stops in the middle."""
+    """Takes a body at a trickle, and answers when it has all of it; or ends it in the middle in the way given."""
 
-    def __init__(self, num_bytes: int, stops: bool, certificate: tuple[Path, Path] | None) -> None:
+    def __init__(self, num_bytes: int, ends: str, certificate: tuple[Path, Path] | None) -> None:
         super().__init__([[b""]], waits=True)
         self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
         self._num_bytes = num_bytes
-        self._stops = stops
+        self._ends = ends
         self._let_go = threading.Event()
         self._trust = None
         if certificate is not None:
@@ -214,13 +215,17 @@ class _NarrowServer(_Server):
             connection = self._trust.wrap_socket(connection, server_side=True)
         with connection:
             left = self._num_bytes
-            while left > 0 and not (self._stops and left < self._num_bytes // 2):
-                left -= len(connection.recv(16 << 10))
+            while left > 0 and not (self._ends and left < self._num_bytes // 2):
+                chunk = connection.recv(16 << 10)
+                if not chunk:
+                    return
+                left -= len(chunk)
                 self._let_go.wait(0.02)
-            if self._stops:
+            if self._ends != "stops":
+                status = b"403 Forbidden" if self._ends else b"200 OK"
+                connection.sendall(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n")
+            if self._ends in ("stops", "refuses and waits"):
                 self._let_go.wait(60)
-                return
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
 
     def close(self) -> None:
         self._let_go.set()
@@ -228,18 +233,36 @@ class _NarrowServer(_Server):
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-@pytest.mark.parametrize("stops", [False, True])
-def test_time_to_answer_begins_when_the_last_byte_has_left(stops: bool, scheme: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", ["", "stops", "refuses", "refuses and waits"])
+def test_time_to_answer_begins_when_the_last_byte_has_left(ends: str, scheme: str, tmp_path: Path) -> None:
     """The kernel takes far more at once than a narrow line carries within that time."""
     body = bytes(1 << 20)
     certificate = write_certificate(tmp_path) if scheme == "https" else None
-    server = _NarrowServer(len(body), stops, certificate)
+    server = _NarrowServer(len(body), ends, certificate)
+    server.start()
+    right = {"stops": pytest.raises(TimeoutError), "": contextlib.nullcontext()}
+    with contextlib.closing(server):
+        # Only a store that says nothing is waited for until then.
+        seconds = 0.5 if ends in ("", "stops") else 5.0
+        signed = Signed(server.url, read_seconds=seconds, verify=str(certificate[0]) if certificate else None)
+        began = time.monotonic()
+        with right.get(ends, pytest.raises(direct.RefusedError, match="403")):
+            direct.put(signed, [body])
+        assert ends != "refuses" or time.monotonic() - began < 5.0, "its end was not noticed"
+    direct._idle.close()
+    server.join(10)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_connection_that_breaks_ends_a_wait_without_a_limit(scheme: str, tmp_path: Path) -> None:
+    body = bytes(1 << 20)
+    certificate = write_certificate(tmp_path) if scheme == "https" else None
+    server = _NarrowServer(len(body), "stops", certificate)
     server.start()
     with contextlib.closing(server):
-        signed = Signed(server.url, read_seconds=0.5, verify=str(certificate[0]) if certificate else None)
-        if stops:
-            with pytest.raises(TimeoutError):
-                direct.put(signed, [body])
-        else:
+        threading.Timer(1.0, server.close).start()
+        signed = Signed(server.url, read_seconds=None, verify=str(certificate[0]) if certificate else None)
+        with pytest.raises(OSError, match=r"(?i)connection") as caught:
             direct.put(signed, [body])
+    assert passes(caught.value)
     server.join(10)
