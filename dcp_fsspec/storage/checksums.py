@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from crc32c import crc32c
+from fastcrc import crc32
 
 from dcp_fsspec.errors import CorruptCheckpointError
 from dcp_fsspec.storage.bulk import collection_held_off
@@ -44,7 +44,7 @@ def crc_of(buffers: Iterable[Buffer], before: int = 0) -> int:
         buffers: The bytes.
         before: CRC32C of what comes before them.
     """
-    return functools.reduce(lambda crc, buffer: crc32c(buffer, crc), buffers, before)
+    return functools.reduce(lambda crc, buffer: crc32.iscsi(buffer, crc), buffers, before)
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
@@ -58,7 +58,7 @@ def combine(first: int, second: int, second_bytes: int) -> int:
 def extend(first: int, buffers: Sequence[Buffer], crc: int, num_bytes: int) -> int:
     """Return the CRC32C of a text whose own is `first`, followed by `buffers` of `num_bytes`, whose own is `crc`."""
     if num_bytes < _CHEAPER_AGAIN_BYTES:
-        return functools.reduce(lambda total, buffer: crc32c(buffer, total), buffers, first)
+        return functools.reduce(lambda total, buffer: crc32.iscsi(buffer, total), buffers, first)
     return combine(first, crc, num_bytes)
 
 
